@@ -1,0 +1,401 @@
+"""Every setting of a run: its type, its unit and a default that is safe on a laptop.
+
+Values live in ``configs/``; this file says what may be set and what it means. A key path in YAML, on the
+command line and in Python is the same: ``run.optim.learning_rate`` is ``optim.learning_rate``.
+
+Every class is ``kw_only`` and ``slots``: without slots a structured Hydra config silently accepts keys that
+do not exist. Enum members are named as the user types them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Device(Enum):
+    """Where ranks compute."""
+
+    auto = "auto"
+    """CUDA when a GPU is visible, else the CPU."""
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(Enum):
+    """Parameter and activation dtype. Master weights, main gradients and moments are always fp32."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+# --------------------------------------------------------------------------------------------------- model
+
+
+@dataclass(kw_only=True, slots=True)
+class Kda:
+    """Kimi Delta Attention (k3 report eq. 1-6): linear attention with a per-channel bounded decay."""
+
+    head_dim: int = 32
+    """Key and value channels per head."""
+    conv_kernel: int = 4
+    """Taps of the causal depth-wise convolutions on q, k and v."""
+    decay_rank: int = 32
+    """Rank of the low-rank projection that makes the decay."""
+    gate_lower_bound: float = -5.0
+    """g_min: log-decay per token lies in (g_min, 0). Refused outside [-5, 0): a 16-token tile holds e^(16*5)."""
+    dt_min: float = 0.001
+    """Smallest initial step of the decay bias (inverse softplus of a log-uniform draw)."""
+    dt_max: float = 0.1
+    """Largest initial step of the decay bias."""
+    norm_eps: float = 1e-5
+    """Epsilon of the per-head output RMSNorm."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Mla:
+    """Gated multi-head latent attention without positions (NoPE)."""
+
+    q_lora_rank: int = 64
+    """Width of the compressed query."""
+    kv_lora_rank: int = 32
+    """Width of the compressed key/value latent."""
+    qk_head_dim: int = 32
+    """Query/key channels per head that come from the latent."""
+    qk_shared_head_dim: int = 16
+    """Key channels that all heads share (the slice that carried RoPE in DeepSeek-V3; not rotated here)."""
+    v_head_dim: int = 32
+    """Value channels per head."""
+    norm_eps: float = 1e-6
+    """Epsilon of the two latent RMSNorms."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AttnRes:
+    """Block attention residuals: a softmax over depth replaces the residual sum."""
+
+    block_layers: int = 2
+    """Decoder layers in one block (K3: 12)."""
+
+
+class RouterRule(Enum):
+    """How the selection bias of the router is set."""
+
+    quantile = "quantile"
+    """Quantile balancing from a histogram over the global batch (K3)."""
+    none = "none"
+    """No balancing: the bias stays zero."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Router:
+    """Sigmoid router with a selection-only bias."""
+
+    rule: RouterRule = RouterRule.quantile
+    bins: int = 1000
+    """Bins of the quantile histogram, per expert."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Moe:
+    """Stable LatentMoE: experts work in a narrow latent, router and shared experts at full width."""
+
+    num_experts: int = 16
+    top_k: int = 4
+    """Experts per token."""
+    expert_ffn_size: int = 64
+    """Inner width of one routed expert."""
+    latent_size: int = 64
+    """Width in which routed experts work."""
+    num_shared_experts: int = 1
+    """Shared experts, stored as one fused feed-forward of num_shared_experts * shared_ffn_size."""
+    shared_ffn_size: int = 64
+    """Inner width of one shared expert."""
+    latent_norm: bool = True
+    """RMSNorm on the summed expert outputs before the up-projection."""
+    router: Router = field(default_factory=Router)
+
+
+@dataclass(kw_only=True, slots=True)
+class Situ:
+    """SiTU-GLU caps: gate_cap*tanh(g/gate_cap)*sigmoid(g) times up_cap*tanh(u/up_cap)."""
+
+    gate_cap: float = 4.0
+    up_cap: float = 25.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Mtp:
+    """Multi-token prediction."""
+
+    num_layers: int = 0
+    """0 (off) or 1: one extra layer that predicts the token after next."""
+    loss_weight: float = 0.1
+    """Weight of the MTP loss in the training loss."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """Shape of the model."""
+
+    num_layers: int = 5
+    hidden_size: int = 128
+    num_heads: int = 4
+    """Heads of KDA and of MLA."""
+    vocab_size: int = 4096
+    """Rows of the embedding; must not be less than the tokenizer's size."""
+    num_dense_layers: int = 1
+    """Leading layers with a dense feed-forward in place of the MoE."""
+    dense_ffn_size: int = 256
+    mla_every: int = 4
+    """Layer l (from 0) is MLA when (l + 1) % mla_every == 0, and the last layer always is (K3's rule)."""
+    mla_layers: list[int] | None = None
+    """Explicit MLA layers, from 0; replaces the rule above."""
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    """Standard deviation of the normal initialisation of every matrix."""
+    precision: Precision = Precision.fp32
+    kda: Kda = field(default_factory=Kda)
+    mla: Mla = field(default_factory=Mla)
+    attn_res: AttnRes = field(default_factory=AttnRes)
+    moe: Moe = field(default_factory=Moe)
+    situ: Situ = field(default_factory=Situ)
+    mtp: Mtp = field(default_factory=Mtp)
+
+
+# ------------------------------------------------------------------------------------------------ parallel
+
+
+class Recompute(Enum):
+    """What the backward pass computes again instead of keeping."""
+
+    none = "none"
+    full = "full"
+    """Every decoder layer keeps only its inputs."""
+
+
+class Dispatcher(Enum):
+    """How tokens travel to experts."""
+
+    alltoall = "alltoall"
+    allgather = "allgather"
+
+
+@dataclass(kw_only=True, slots=True)
+class Parallel:
+    """Degrees of parallelism; the data-parallel degree is what is left of the world size."""
+
+    tp: int = 1
+    """Tensor parallel (sequence parallel follows it)."""
+    pp: int = 1
+    """Pipeline parallel."""
+    vp: int = 1
+    """Virtual pipeline chunks per pipeline rank."""
+    cp: int = 1
+    """Context parallel: contiguous shards of the packed buffer."""
+    ep: int = 1
+    """Expert parallel, folded over dp x cp."""
+    etp: int = 1
+    """Tensor parallel inside experts."""
+    pipeline_split: list[int] | None = None
+    """Decoder layers of each chunk in pipeline order (pp*vp numbers); None splits evenly."""
+    recompute: Recompute = Recompute.none
+    dispatcher: Dispatcher = Dispatcher.alltoall
+
+
+@dataclass(kw_only=True, slots=True)
+class StageParallel:
+    """Overrides of ``parallel`` in one stage; None keeps the run's value."""
+
+    tp: int | None = None
+    pp: int | None = None
+    vp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    pipeline_split: list[int] | None = None
+    recompute: Recompute | None = None
+    dispatcher: Dispatcher | None = None
+
+
+# --------------------------------------------------------------------------------------------------- optim
+
+
+class Optimizer(Enum):
+    adamw = "adamw"
+
+
+class Schedule(Enum):
+    """Learning rate over the run's tokens."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+    """Warm-up, stable, then linear decay over the last decay_fraction."""
+    constant = "constant"
+
+
+@dataclass(kw_only=True, slots=True)
+class Optim:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: Optimizer = Optimizer.adamw
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    min_learning_rate: float = 2e-4
+    """Where the schedule ends."""
+    schedule: Schedule = Schedule.cosine
+    warmup_fraction: float = 0.01
+    """Share of the run's tokens in the linear warm-up."""
+    decay_fraction: float = 0.1
+    """Share of the run's tokens in the final decay of wsd."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Applied to matrices; never to norms, biases, gates' A and dt, convolutions or AttnRes."""
+    clip_grad_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+# ---------------------------------------------------------------------------------------------------- data
+
+
+@dataclass(kw_only=True, slots=True)
+class Source:
+    """One corpus folder, or a part of it."""
+
+    path: str
+    """Folder with tokens.bin, tokens.idx and manifest.json; relative paths start at the working directory."""
+    min_document_tokens: int = 0
+    """Only documents at least this long."""
+    max_epochs: float = 1.0
+    """How often a document may be seen; a plan that needs more is refused."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Data:
+    """Where text comes from and how it is packed."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    """Named sources, which the stages' mix refers to."""
+    heldout: dict[str, str] = field(default_factory=dict)
+    """Named corpus folders for evaluation."""
+    tokenizer: str = ""
+    """tokenizer.json that made the corpora."""
+    pack_window_tokens: int = 4_194_304
+    """Documents are packed best-fit within windows of this many tokens (at least 64 sequences)."""
+    prefetch_steps: int = 2
+    """Global batches assembled ahead of training."""
+    allow_unsealed: bool = False
+    """Accept a .bin/.idx pair without a manifest (no hashes to check)."""
+
+
+# ---------------------------------------------------------------------------------------------- curriculum
+
+
+@dataclass(kw_only=True, slots=True)
+class StageLearningRate:
+    """Learning-rate changes at one stage."""
+
+    peak: float | None = None
+    """Peak of this stage; None keeps optim.learning_rate."""
+    warmup_tokens: int = 0
+    """Linear re-warm-up at the start of the stage."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    """One stretch of training at one context length."""
+
+    context_tokens: int
+    """Length of one packed sequence."""
+    tokens: int
+    """Budget of the stage: padding and all, a multiple of batch_tokens."""
+    batch_tokens: int
+    """Global batch of one optimizer step, a multiple of context_tokens."""
+    micro_batch_sequences: int = 1
+    """Packed sequences in one forward pass of one data-parallel rank."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Weight of each source, in tokens; empty means sources in proportion to their size."""
+    learning_rate: StageLearningRate = field(default_factory=StageLearningRate)
+    parallel: StageParallel = field(default_factory=StageParallel)
+
+
+@dataclass(kw_only=True, slots=True)
+class Curriculum:
+    """The stages of a run and their order."""
+
+    stages: dict[str, Stage] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    """Names of the stages, first to last."""
+    eval_sequences: int = 4
+    """Held-out sequences per evaluation, at the stage's context length."""
+    eval_every_steps: int = 0
+    """Evaluate every so many steps, besides at each stage's end; 0 means only there."""
+    eval_one_ahead: bool = True
+    """Also evaluate at the next stage's context length."""
+
+
+# ---------------------------------------------------------------------------------- checkpoint and monitor
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """When checkpoints are written and how many stay. They lie in <dir>/checkpoints."""
+
+    every_steps: int = 0
+    """Save every so many steps; 0 means only at stage ends and when asked to stop."""
+    keep: int = 2
+    """Newest checkpoints kept besides each stage's last (at least 2)."""
+    load_from: str | None = None
+    """Checkpoint folder to start a new run from; an existing run directory wins."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Monitor:
+    """What is printed and recorded."""
+
+    console_every_steps: int = 10
+    tensorboard: bool = False
+    """Also write TensorBoard events (extra: tensorboard)."""
+    wandb: bool = False
+    """Also log to Weights & Biases (extra: wandb)."""
+    wandb_project: str = "k3train"
+
+
+@dataclass(kw_only=True, slots=True)
+class Cluster:
+    """How many processes a run has and how they are started."""
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    """Processes per node: one per GPU, or any number on the CPU."""
+    threads_per_rank: int = 1
+    """Intra-op threads of a CPU rank."""
+    collective_timeout_seconds: int = 600
+    """A collective that waits longer than this ends the run."""
+    partition: str = ""
+    """Slurm partition."""
+    account: str = ""
+    """Slurm account."""
+    time_limit_minutes: int = 0
+    """Slurm time limit; 0 leaves it to the partition."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """One training run."""
+
+    name: str = "debug"
+    dir: str = "runs/${name}"
+    """Everything the run writes: resolved config, checkpoints, metrics."""
+    seed: int = 1234
+    device: Device = Device.auto
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    optim: Optim = field(default_factory=Optim)
+    data: Data = field(default_factory=Data)
+    curriculum: Curriculum = field(default_factory=Curriculum)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    monitor: Monitor = field(default_factory=Monitor)
+    cluster: Cluster = field(default_factory=Cluster)

@@ -1,0 +1,76 @@
+"""Where documents lie in one micro-batch buffer, as one context-parallel rank sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class Packing:
+    """Document borders of one packed buffer of n tokens; this rank holds the contiguous slice [start, stop).
+
+    Passed through megatron-core's layers in the place of ``packed_seq_params``. Borders stay on the host, so
+    that no layer needs a device-to-host copy to plan its work.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    """Borders in the whole buffer: starts of its segments and, last, n. A padding tail is its own segment."""
+    start: int
+    """Buffer position of this rank's first token."""
+    stop: int
+    """Buffer position after this rank's last token."""
+    document: Tensor
+    """int64 [n], on the device: segment of every token of the whole buffer (not only this rank's)."""
+    valid: Tensor
+    """bool [stop - start], on the device: False on padding, for this rank's tokens."""
+
+    @property
+    def local_document(self) -> Tensor:
+        """int64 [stop - start]: segment of each of this rank's tokens."""
+        return self.document[self.start : self.stop]
+
+    @property
+    def local_cu_seqlens(self) -> tuple[int, ...]:
+        """Borders inside this rank's slice, counted from its first token: starts with 0, ends with its length."""
+        inner = [c - self.start for c in self.cu_seqlens if self.start < c < self.stop]
+        return (0, *inner, self.stop - self.start)
+
+    @property
+    def continues_from_left(self) -> bool:
+        """Whether this rank's first token continues a document that began on an earlier rank."""
+        return self.start not in self.cu_seqlens
+
+    @property
+    def continues_to_right(self) -> bool:
+        """Whether the document of this rank's last token goes on on a later rank."""
+        return self.stop not in self.cu_seqlens
+
+
+def make_packing(
+    cu_seqlens: tuple[int, ...] | list[int],
+    valid: Tensor,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    device: torch.device | str = "cpu",
+) -> Packing:
+    """Describe the slice of context-parallel rank ``rank`` of ``size``.
+
+    ``cu_seqlens`` tiles the whole buffer of n tokens, n divisible by ``size``; ``valid`` is bool [n] on the host.
+    """
+    borders = torch.as_tensor(cu_seqlens, dtype=torch.int64)
+    n = int(borders[-1])
+    share = n // size
+    lengths = borders.diff()
+    document = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    start, stop = rank * share, (rank + 1) * share
+    return Packing(
+        cu_seqlens=tuple(int(c) for c in borders),
+        start=start,
+        stop=stop,
+        document=document.to(device, non_blocking=True),
+        valid=valid[start:stop].to(device, non_blocking=True),
+    )
