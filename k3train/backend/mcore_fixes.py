@@ -1,0 +1,53 @@
+"""Faults of megatron-core 0.19.2 that k3train sets right, on the CPU and on a GPU alike.
+
+Each function is one fault; ``apply`` sets all of them right, once. They are pinned to that version: ``apply``
+refuses another one, because a fix for code that has changed is a new fault.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+MEGATRON_VERSION = "0.19.2"
+_applied = False
+
+
+def apply() -> None:
+    """Set every fault right in this process. Raises RuntimeError for another megatron-core."""
+    global _applied
+    if _applied:
+        return
+    found = version("megatron-core")
+    if found != MEGATRON_VERSION:
+        raise RuntimeError(
+            f"megatron-core {found} is installed, k3train needs {MEGATRON_VERSION}: "
+            f"pip install megatron-core=={MEGATRON_VERSION}"
+        )
+    _checkpoint_without_output_thinks_it_is_fp8()
+    _split_sizes_stay_tensors_on_the_cpu()
+    _applied = True
+
+
+def _checkpoint_without_output_thinks_it_is_fp8() -> None:
+    """``CheckpointWithoutOutput(fp8=False)`` stores ``fp8 is not None``: a NameError without TE."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _split_sizes_stay_tensors_on_the_cpu() -> None:
+    """Split sizes that already lie on the CPU stay tensors, which ``all_to_all_single`` refuses."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    @functools.wraps(move)
+    def move_and_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = move(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_and_convert

@@ -1,0 +1,85 @@
+"""Start and end of a rank: device, threads, process group."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import random
+import sys
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from k3train.backend import cpu_bridge, mcore_fixes
+from k3train.config.schema import Device
+
+
+def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.device:
+    """Choose the device of this process and prepare megatron-core for it; call it before importing megatron.
+
+    With a GPU the device is ``cuda:LOCAL_RANK``. Raises RuntimeError when ``device=cuda`` finds no GPU.
+    """
+    use_cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
+    if use_cuda and not torch.cuda.is_available():
+        raise RuntimeError("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")
+    if use_cuda:
+        # One hardware queue keeps the order of communication and compute that megatron-core relies on.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
+    else:
+        torch.set_num_threads(threads)
+        cpu_bridge.install(force=True)
+        chosen = torch.device("cpu")
+    mcore_fixes.apply()
+    return chosen
+
+
+def start_processes(device: torch.device, *, timeout_seconds: int, init_method: str = "env://") -> None:
+    """Join the process group: NCCL on GPUs, gloo on the CPU. Every rank must call this.
+
+    Rank and world size come from RANK and WORLD_SIZE, which torchrun sets; without them, a world of one.
+    """
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    if os.environ["WORLD_SIZE"] == "1":
+        # A lone process needs no rendezvous, hence no free port.
+        store = dist.HashStore()
+        dist.init_process_group(
+            _backend_name(device),
+            store=store,
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        return
+    dist.init_process_group(
+        _backend_name(device),
+        init_method=init_method,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch on this rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def end_process(code: int) -> None:
+    """Leave this process with ``code`` without running interpreter teardown; never returns.
+
+    gloo's threads sometimes abort a process that exits normally after all its work is done
+    (pytorch/pytorch#190489), and megatron-core's checkpoint helpers leave a manager process behind unless
+    multiprocessing's own exit function runs.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    multiprocessing.util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]
+    os._exit(code)
