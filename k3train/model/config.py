@@ -1,0 +1,93 @@
+"""The one translation of k3train's settings into megatron-core's ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import init_method_normal
+
+from k3train.config import schema
+
+if TYPE_CHECKING:
+    from k3train.parallel.layout import Layout
+
+
+@dataclass
+class K3Config(TransformerConfig):
+    """megatron-core's config with the K3 settings beside it.
+
+    k3train's own modules read ``config.k3``; megatron-core's linears, dispatchers, schedules and
+    ``DistributedDataParallel`` read the fields they know. The two are never set independently.
+    """
+
+    k3: schema.Model = field(default_factory=schema.Model)
+    """The model as the user configured it."""
+    recompute: schema.Recompute = schema.Recompute.none
+    """What the backward pass of K3Block computes again."""
+
+
+def params_dtype(model: schema.Model) -> torch.dtype:
+    """Dtype of matrices and activations; small fp32 parameters are listed in the modules that own them."""
+    return torch.bfloat16 if model.precision is schema.Precision.bf16 else torch.float32
+
+
+def make_config(model: schema.Model, parallel: schema.Parallel, layout: Layout) -> K3Config:
+    """Translate a model and its layout for megatron-core, on the GPU and on the CPU alike.
+
+    ``layout`` fixes every degree; of ``parallel`` only recomputation and the dispatcher are read. The result
+    has the model's true hidden size; ``payload.schedule_config`` makes the one that pipeline schedules need.
+    """
+    init = init_method_normal(model.init_std)
+    dtype = params_dtype(model)
+    moe = model.moe
+    return K3Config(
+        k3=model,
+        recompute=parallel.recompute,
+        # shape
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
+        ffn_hidden_size=model.dense_ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # experts: what megatron-core's token dispatchers read
+        num_moe_experts=moe.num_experts,
+        moe_router_topk=moe.top_k,
+        moe_ffn_hidden_size=moe.expert_ffn_size,
+        moe_token_dispatcher_type=parallel.dispatcher.value,
+        moe_router_load_balancing_type="none",
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+        moe_aux_loss_coeff=0.0,
+        # numbers
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        init_method=init,
+        output_layer_init_method=init,
+        embedding_init_method=init,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        # layout
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        # With virtual chunks on two pipeline ranks, batched point-to-point silently pairs the wrong messages,
+        # because each rank is the other's both neighbours; separate overlapped calls do not.
+        batch_p2p_comm=layout.vp == 1,
+        overlap_p2p_comm=layout.vp > 1,
+        deallocate_pipeline_outputs=True,
+        hetereogenous_dist_checkpoint=True,
+        transformer_impl="local",
+    )
