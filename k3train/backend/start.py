@@ -44,20 +44,12 @@ def start_processes(device: torch.device, *, timeout_seconds: int, init_method: 
     """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
-    if os.environ["WORLD_SIZE"] == "1":
-        # A lone process needs no rendezvous, hence no free port.
-        store = dist.HashStore()
-        dist.init_process_group(
-            _backend_name(device),
-            store=store,
-            rank=0,
-            world_size=1,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-        return
+    # A lone process needs no rendezvous, hence no free port.
+    alone = os.environ["WORLD_SIZE"] == "1"
     dist.init_process_group(
-        _backend_name(device),
-        init_method=init_method,
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore() if alone else None,
+        init_method=None if alone else init_method,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_seconds),

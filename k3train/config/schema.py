@@ -43,7 +43,7 @@ class Kda:
     decay_rank: int = 32
     """Rank of the low-rank projection that makes the decay."""
     gate_lower_bound: float = -5.0
-    """g_min: log-decay per token lies in (g_min, 0). Refused outside [-5, 0): a 16-token tile holds e^(16*5)."""
+    """g_min: log-decay per token lies in (g_min, 0). Refused outside [-5, 0): kernels hold e^(16 * 5)."""
     dt_min: float = 0.001
     """Smallest initial step of the decay bias (inverse softplus of a log-uniform draw)."""
     dt_max: float = 0.1

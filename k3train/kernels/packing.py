@@ -34,7 +34,7 @@ class Packing:
 
     @property
     def local_cu_seqlens(self) -> tuple[int, ...]:
-        """Borders inside this rank's slice, counted from its first token: starts with 0, ends with its length."""
+        """Borders inside this rank's slice, counted from its first token: 0 first, its length last."""
         inner = [c - self.start for c in self.cu_seqlens if self.start < c < self.stop]
         return (0, *inner, self.stop - self.start)
 
@@ -59,7 +59,8 @@ def make_packing(
 ) -> Packing:
     """Describe the slice of context-parallel rank ``rank`` of ``size``.
 
-    ``cu_seqlens`` tiles the whole buffer of n tokens, n divisible by ``size``; ``valid`` is bool [n] on the host.
+    ``cu_seqlens`` tiles the whole buffer of n tokens, n divisible by ``size``; ``valid`` is bool [n], on the
+    host.
     """
     borders = torch.as_tensor(cu_seqlens, dtype=torch.int64)
     n = int(borders[-1])
