@@ -1,0 +1,64 @@
+"""Differentiable collectives that layers use besides megatron-core's own.
+
+Every rank of the group must call each of them, with equal shapes. A group of one rank costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """Concatenate every rank's ``x`` along dim 0, in rank order.
+
+    [n, ...] -> [n * ranks, ...]. The backward pass sums over ranks and returns this rank's part, as is right
+    when every rank uses the gathered tensor for different work.
+    """
+    return x if group.size() == 1 else _AllGather.apply(x, group)
+
+
+def all_to_all(x: Tensor, group: Any, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Give rank r the r-th part of ``x`` along ``split_dim``; join what arrives along ``concat_dim``.
+
+    The global tensor stays the same and changes from being sharded over ``concat_dim`` to being sharded over
+    ``split_dim``; size ``split_dim`` must be divisible by the number of ranks.
+    """
+    return x if group.size() == 1 else _AllToAll.apply(x, group, split_dim, concat_dim)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:
+        ctx.group, ctx.dims = group, (split_dim, concat_dim)
+        return _exchange(x, group, split_dim, concat_dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, concat_dim = ctx.dims
+        return _exchange(grad, ctx.group, concat_dim, split_dim), None, None, None
+
+
+def _exchange(x: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:
+    send = torch.stack(x.chunk(group.size(), split_dim))  # [ranks, ...]: contiguous parts in rank order
+    received = torch.empty_like(send)
+    dist.all_to_all_single(received, send, group=group)
+    return torch.cat(received.unbind(), concat_dim)
