@@ -276,9 +276,9 @@ class Source:
 class Data:
     """Where text comes from and how it is packed."""
 
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict[str, Source])
     """Named sources, which the stages' mix refers to."""
-    heldout: dict[str, str] = field(default_factory=dict)
+    heldout: dict[str, str] = field(default_factory=dict[str, str])
     """Named corpus folders for evaluation."""
     tokenizer: str = ""
     """tokenizer.json that made the corpora."""
@@ -315,7 +315,7 @@ class Stage:
     """Global batch of one optimizer step, a multiple of context_tokens."""
     micro_batch_sequences: int = 1
     """Packed sequences in one forward pass of one data-parallel rank."""
-    mix: dict[str, float] = field(default_factory=dict)
+    mix: dict[str, float] = field(default_factory=dict[str, float])
     """Weight of each source, in tokens; empty means sources in proportion to their size."""
     learning_rate: StageLearningRate = field(default_factory=StageLearningRate)
     parallel: StageParallel = field(default_factory=StageParallel)
@@ -325,8 +325,8 @@ class Stage:
 class Curriculum:
     """The stages of a run and their order."""
 
-    stages: dict[str, Stage] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
+    stages: dict[str, Stage] = field(default_factory=dict[str, Stage])
+    order: list[str] = field(default_factory=list[str])
     """Names of the stages, first to last."""
     eval_sequences: int = 4
     """Held-out sequences per evaluation, at the stage's context length."""

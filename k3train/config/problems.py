@@ -1,0 +1,55 @@
+"""What the user is told when a setting is wrong: every problem at once, each with its fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One setting that cannot stay as it is."""
+
+    key: str
+    """Full key path, as typed on the command line; empty when no single key is at fault."""
+    value: object
+    """What was given."""
+    rule: str
+    """What must hold, as the end of a sentence that begins with the key."""
+    fix: str
+    """What to do, as a sentence without its full stop."""
+    id: str
+    """Stable name of the rule, such as ``parallel.heads-tp``."""
+    also: tuple[str, ...] = ()
+    """Other keys that the rule read; when one of them is itself wrong, this problem is not reported."""
+
+    def __str__(self) -> str:
+        """One line: key, value, rule, fix and the rule's id."""
+        start = f"{self.key} = {shown(self.value)} " if self.key else ""
+        return f"{start}{self.rule}. {self.fix}. [{self.id}]"
+
+
+class ConfigError(Exception):
+    """Settings that cannot be used; ``problems`` holds all that were found."""
+
+    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
+        self.problems: list[ConfigProblem] = list(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        """All problems, one a line, under a line with their number."""
+        count = len(self.problems)
+        lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Value as the user would type it, on one line and cut at ``limit`` characters."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if _is_word(value) else None  # type: ignore[arg-type]
+    if text is None:
+        text = value if isinstance(value, str) and value.isprintable() and value.strip() else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _is_word(value: object) -> bool:
+    return value is None or isinstance(value, bool)
