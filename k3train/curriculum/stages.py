@@ -68,7 +68,7 @@ def stage_at(table: Sequence[StagePlan], tokens: int) -> StagePlan:
 
 
 def step_at(table: Sequence[StagePlan], tokens: int) -> int:
-    """Optimizer steps behind ``tokens`` trained tokens. Raises ValueError inside a step or outside the run."""
+    """Optimizer steps behind ``tokens`` tokens. Raises ValueError inside a step or outside the run."""
     plan = stage_at(table, tokens)
     steps, rest = divmod(tokens - plan.start_tokens, plan.stage.batch_tokens)
     if rest:
