@@ -1,0 +1,57 @@
+"""Move one rank's share of a micro-batch to its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from k3train.data.batch import MicroBatch
+from k3train.kernels.packing import Packing, make_packing
+
+
+@dataclass(kw_only=True, slots=True)
+class RankBatch:
+    """One context-parallel rank's slice of a micro-batch, as ``K3Model.forward`` takes it."""
+
+    tokens: Tensor
+    """int64 [1, n / cp]."""
+    labels: Tensor
+    """int64 [1, n / cp]: next token, or -100."""
+    labels_mtp: Tensor
+    """int64 [1, n / cp]: token after next, or -100."""
+    packing: Packing
+    """Borders of the whole buffer, and which slice of it this is."""
+
+
+def to_device(
+    batch: MicroBatch, *, cp_rank: int = 0, cp_size: int = 1, device: torch.device | str = "cpu"
+) -> RankBatch:
+    """The contiguous slice of context-parallel rank ``cp_rank``; n must divide by ``cp_size``.
+
+    Copies to a GPU go through pinned memory and do not wait.
+    """
+    n = len(batch.tokens)
+    if n % cp_size:
+        raise ValueError(f"a micro-batch of {n} tokens does not divide over cp={cp_size} ranks.")
+    share = slice(cp_rank * n // cp_size, (cp_rank + 1) * n // cp_size)
+    pin = torch.device(device).type == "cuda"
+
+    def move(array: np.ndarray) -> Tensor:
+        host = torch.from_numpy(array[share].astype(np.int64))[None]
+        return (host.pin_memory() if pin else host).to(device, non_blocking=True)
+
+    return RankBatch(
+        tokens=move(batch.tokens),
+        labels=move(batch.labels),
+        labels_mtp=move(batch.labels_mtp),
+        packing=make_packing(
+            batch.cu_seqlens.tolist(),
+            torch.from_numpy(batch.valid),
+            rank=cp_rank,
+            size=cp_size,
+            device=device,
+        ),
+    )
