@@ -136,7 +136,7 @@ show_large_files() {
 
 pip_install() {
   "$PY" -m pip install --constraint "$ROOT/constraints.txt" "$@" 2>&1 | tee -a "$LOG" | show_large_files || {
-    tail -n 5 "$LOG" | cut -c 1-300 | sed 's/^/  | /' >&2
+    { grep '^ERROR' "$LOG" || tail -n 5 "$LOG"; } | tail -n 5 | cut -c 1-300 | sed 's/^/  | /' >&2
     die "pip could not install the pinned packages: check the network or pip's settings, then run this again; log: $LOG"
   }
 }
@@ -165,8 +165,8 @@ install_packages() {
 
 prepare_environment() {
   local tool problem
-  for tool in awk cut df sed sha256sum sort tail tee; do
-    command -v "$tool" >/dev/null 2>&1 || die "the program $tool is missing: install it (Debian, Ubuntu: coreutils, gawk, sed)."
+  for tool in awk cut df grep sed sha256sum sort tail tee; do
+    command -v "$tool" >/dev/null 2>&1 || die "the program $tool is missing: install it (Debian, Ubuntu: coreutils, grep, mawk, sed)."
   done
   if is_current; then return; fi
   # One installation at a time; the lock is on a folder, so it leaves no file behind.
