@@ -39,9 +39,17 @@ def test_every_contract_is_kept() -> None:
     [
         ("config/schema.py", "import k3train.train", "k3train.config is not allowed to import k3train.train"),
         ("data/__init__.py", "import k3train.optim", "k3train.data is not allowed to import k3train.optim"),
-        ("kernels/packing.py", "import k3train.model", "k3train.kernels is not allowed to import k3train.model"),
+        (
+            "kernels/packing.py",
+            "import k3train.model",
+            "k3train.kernels is not allowed to import k3train.model",
+        ),
         ("curriculum/stages.py", "import torch", "k3train.curriculum is not allowed to import torch"),
-        ("parallel/layout.py", "import megatron.core", "k3train.parallel.layout is not allowed to import megatron"),
+        (
+            "parallel/layout.py",
+            "import megatron.core",
+            "k3train.parallel.layout is not allowed to import megatron",
+        ),
     ],
 )
 def test_a_bad_import_breaks_a_contract(copy: Path, file: str, line: str, says: str) -> None:
@@ -120,4 +128,6 @@ def test_optional_packages_are_imported_only_where_they_are_used() -> None:
 
 def test_package_markers_are_empty_and_program_folders_are_no_packages() -> None:
     assert [file for file in python_files("k3train") if file.name == "__init__.py" and file.read_text()] == []
-    assert [folder for folder in ("data", "launch", "configs") if (ROOT / folder / "__init__.py").exists()] == []
+    assert [
+        folder for folder in ("data", "launch", "configs") if (ROOT / folder / "__init__.py").exists()
+    ] == []

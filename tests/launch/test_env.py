@@ -76,7 +76,12 @@ class World:
         environment = {"PATH": f"{self.path}:{self.tools}", "HOME": str(self.home), **variables}
         command = f"set -euo pipefail; source '{self.root}/launch/env.sh'; {code}"
         return subprocess.run(
-            ["bash", "-c", command], env=environment, cwd=self.home, text=True, capture_output=True, timeout=120
+            ["bash", "-c", command],
+            env=environment,
+            cwd=self.home,
+            text=True,
+            capture_output=True,
+            timeout=120,
         )
 
     def found(self, **variables: str) -> str:
