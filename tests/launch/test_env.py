@@ -1,4 +1,4 @@
-"""launch/env.sh: which Python is taken, when the environment is made again, and what is said when it cannot be.
+"""launch/env.sh: which Python is taken, when the environment is made again, and what failures say.
 
 The Pythons on the search path are real programs in an otherwise empty world: the tests' own Python behind a
 changed version, or a script that breaks.
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ENV = ROOT / "launch" / "env.sh"
 TOOLS = "awk bash cat cut df dirname flock grep head ls mkdir rm sed sha256sum sort tail tee touch".split()
 
-# Answers the question for its version as any Python, and makes environments quickly: pip is shared, not copied.
+# Answers what is asked of any Python, and makes environments quickly: pip is shared, not copied.
 PYTHON_OF_VERSION = """#!{python}
 import glob, os, subprocess, sys
 if sys.argv[1] != "-E":
