@@ -55,16 +55,17 @@ def _split_widths(model: Model, parallel: Parallel, key_of: KeyOf) -> Iterator[C
 
 def _world(parallel: Parallel, world: int, key_of: KeyOf) -> Iterator[ConfigProblem]:
     product = parallel.tp * parallel.pp * parallel.cp
-    names = choices([key_of(name) for name in ("tp", "pp", "cp")])
     if world % product:
+        degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp")}
+        largest = max(degrees, key=lambda name: degrees[name])
+        others = " and ".join(f"{name} = {degree}" for name, degree in degrees.items() if name != largest)
         yield ConfigProblem(
-            "cluster.ranks_per_node",
-            world,
-            f"ranks (times cluster.nodes) must be a multiple of tp*pp*cp = {parallel.tp}*{parallel.pp}*"
-            f"{parallel.cp} = {product}",
-            f"Start {choices(multiples(world, product))} ranks or lower {names}",
+            key_of(largest),
+            degrees[largest],
+            f"times {others} must divide the world of {world} ranks (cluster.nodes * cluster.ranks_per_node)",
+            f"Lower a degree or start {choices(multiples(world, product))} ranks",
             "parallel.world",
-            (key_of("tp"), key_of("pp"), key_of("cp"), "cluster.nodes"),
+            (*(key_of(name) for name in degrees), "cluster.nodes", "cluster.ranks_per_node"),
         )
 
 

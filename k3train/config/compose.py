@@ -1,0 +1,184 @@
+"""From files and overrides to one typed, checked Run, and from a Run to its resolved file and back.
+
+Hydra composes the groups; ``build`` types the result. The schema's defaults are registered with Hydra as
+``run_schema`` and come first in configs/run.yaml, so every key exists before any file is merged. They are
+registered as plain data: Hydra stops at the first wrong type or key, and here all are reported together.
+
+Ranks never compose. The launcher composes once and writes the resolved file; ranks read that file.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from k3train.config.build import Builder, to_plain
+from k3train.config.files import read_mapping, unsafe_content
+from k3train.config.keys import closest_word
+from k3train.config.origin import file_of
+from k3train.config.overrides import options_of, read_overrides
+from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.rules import check
+from k3train.config.schema import Run
+
+CONFIG_NAME = "run"
+"""configs/run.yaml is where composition starts."""
+SCHEMA_NAME = "run_schema"
+CONFIG_DIR_VARIABLE = "K3TRAIN_CONFIGS"
+
+_CHECKOUT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def compose(overrides: list[str], config_dir: str | Path | None = None) -> Run:
+    """Compose configs/run.yaml with the overrides. Writes no files and changes no directory.
+
+    Raises ConfigError with every problem: of the overrides, the files, the types and the rules.
+    """
+    directory = find_config_dir(config_dir)
+    sorted_in = read_overrides(overrides, directory)
+    problems = list(sorted_in.problems)
+    files = sorted(directory.rglob("*.yaml"))
+    problems += [problem for path in files for problem in unsafe_content(path)]
+    if len(problems) > len(sorted_in.problems):
+        raise ConfigError(problems)
+    try:
+        tree = _compose_tree(directory, sorted_in.accepted)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError) as error:
+        raise ConfigError([*problems, *_composition_problems(error, directory, files)]) from None
+    builder = Builder()
+    run = builder.build(tree)
+    selections = [text for text in sorted_in.accepted if not text.startswith("++")]
+    problems += [_with_file(problem, directory, selections) for problem in builder.problems]
+    problems += check(run, wrong_keys=frozenset(builder.wrong_keys | sorted_in.wrong_keys))
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def find_config_dir(config_dir: str | Path | None = None) -> Path:
+    """Absolute folder of the configuration: ``config_dir``, else $K3TRAIN_CONFIGS, else the checkout's.
+
+    Raises ConfigError when there is none.
+    """
+    named = config_dir or os.environ.get(CONFIG_DIR_VARIABLE)
+    directory = Path(named or _CHECKOUT_CONFIGS).expanduser().absolute()
+    if (directory / f"{CONFIG_NAME}.yaml").is_file():
+        return directory
+    if named:
+        rule = f"the configuration folder {directory} has no {CONFIG_NAME}.yaml"
+        fix = "Give the configs folder of a k3train checkout"
+    else:
+        rule = "this k3train was installed without a checkout and so without its configs folder"
+        fix = f"Give one with --config-dir or in {CONFIG_DIR_VARIABLE}"
+    raise ConfigError([ConfigProblem("", str(directory), rule, fix, "config.no-folder")])
+
+
+def save_resolved(run: Run, path: str | Path) -> None:
+    """Write the whole Run as YAML, whole or not at all.
+
+    Raises FileExistsError when the file is there and holds another Run; the same Run is left alone.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _write_beside(run, target)
+    try:
+        os.link(partial, target)
+    except FileExistsError:
+        if load_resolved(target) != run:
+            raise
+    finally:
+        partial.unlink()
+    _sync_folder(target.parent)
+
+
+def replace_resolved(run: Run, path: str | Path) -> None:
+    """Write the whole Run as YAML in the place of an older file, whole or not at all."""
+    target = Path(path)
+    os.replace(_write_beside(run, target), target)
+    _sync_folder(target.parent)
+
+
+def load_resolved(path: str | Path) -> Run:
+    """Read a resolved file as strictly as the command line. Raises ConfigError with every problem."""
+    tree, problems = read_mapping(Path(path))
+    if problems:
+        raise ConfigError(problems)
+    builder = Builder()
+    run = builder.build(tree)
+    problems = builder.problems + check(run, wrong_keys=frozenset(builder.wrong_keys))
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def to_yaml(run: Run) -> str:
+    """The whole Run as YAML, in the order of the schema."""
+    return yaml.safe_dump(to_plain(run), sort_keys=False, allow_unicode=True)
+
+
+def _compose_tree(directory: Path, overrides: list[str]) -> object:
+    """Everything that the files and overrides say, as plain data."""
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=to_plain(Run()))
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        config = hydra_compose(CONFIG_NAME, overrides=overrides)
+    return cast(object, OmegaConf.to_container(config, resolve=True))
+
+
+def _composition_problems(error: Exception, directory: Path, files: list[Path]) -> list[ConfigProblem]:
+    """Why nothing could be composed: an unreadable file if there is one, else what Hydra says."""
+    unreadable = [problem for path in files for problem in read_mapping(path)[1]]
+    if unreadable:
+        return unreadable
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        options = options_of(group, directory)
+        meant = closest_word(option, options)
+        fix = f"Did you mean {meant}" if meant else f"There are: {', '.join(options) or 'none'}"
+        rule = f"a defaults list selects a file of {directory / group} that is not there"
+        return [ConfigProblem(group, option, rule, fix, "config.group")]
+    if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + str(error):
+        key = str(getattr(error, "full_key", "") or "")
+        rule = f"cannot be resolved: {_first_line(error)}"
+        return [ConfigProblem(key, None, rule, "Write the value itself", "config.interpolation")]
+    if isinstance(error, RecursionError):
+        rule = "a value refers to itself"
+        return [ConfigProblem("", None, rule, "Write the value itself", "config.interpolation")]
+    rule = f"the files cannot be composed: {_first_line(error)}"
+    return [ConfigProblem("", None, rule, "Correct the defaults list or the key it names", "config.compose")]
+
+
+def _with_file(problem: ConfigProblem, directory: Path, selections: list[str]) -> ConfigProblem:
+    """The same problem naming the file that holds the value, when a file does."""
+    file = file_of(problem.key, directory, CONFIG_NAME, selections) if problem.key else None
+    return replace(problem, rule=f"(set in {file}) {problem.rule}") if file else problem
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _write_beside(run: Run, target: Path) -> Path:
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(to_yaml(run))
+        file.flush()
+        os.fsync(file.fileno())
+    return partial
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,165 @@
+"""Smallest and largest value of every number in the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any, cast
+
+from k3train.config.keys import ANY_NAME
+from k3train.config.problems import ConfigProblem
+from k3train.config.schema import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included unless marked."""
+
+    low: float
+    high: float = float("inf")
+    without_low: bool = False
+    without_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.without_low else value >= self.low
+        below = value < self.high if self.without_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"more than {self.low:g}" if self.without_low else f"at least {self.low:g}"
+        if self.high == float("inf"):
+            return low
+        return f"{low} and {'less than' if self.without_high else 'at most'} {self.high:g}"
+
+    def inside(self) -> float:
+        """Some number that lies in the range."""
+        if self.high == float("inf"):
+            return self.low + 1 if self.without_low else self.low
+        return (self.low + self.high) / 2 if self.without_low else self.low
+
+
+_ONE = Range(1)
+_ZERO = Range(0)
+_POSITIVE = Range(0, without_low=True)
+_SHARE = Range(0, 1)
+
+RANGES: dict[str, Range] = {
+    "seed": Range(0, 2**32 - 1),
+    "model.num_layers": _ONE,
+    "model.hidden_size": _ONE,
+    "model.num_heads": _ONE,
+    "model.vocab_size": _ONE,
+    "model.num_dense_layers": _ZERO,
+    "model.dense_ffn_size": _ONE,
+    "model.mla_every": _ONE,
+    "model.mla_layers.*": _ZERO,
+    "model.norm_eps": _POSITIVE,
+    "model.init_std": _POSITIVE,
+    "model.kda.head_dim": _ONE,
+    "model.kda.conv_kernel": _ONE,
+    "model.kda.decay_rank": _ONE,
+    "model.kda.gate_lower_bound": Range(-5, 0, without_high=True),
+    "model.kda.dt_min": _POSITIVE,
+    "model.kda.dt_max": _POSITIVE,
+    "model.kda.norm_eps": _POSITIVE,
+    "model.mla.q_lora_rank": _ONE,
+    "model.mla.kv_lora_rank": _ONE,
+    "model.mla.qk_head_dim": _ONE,
+    "model.mla.qk_shared_head_dim": _ONE,
+    "model.mla.v_head_dim": _ONE,
+    "model.mla.norm_eps": _POSITIVE,
+    "model.attn_res.block_layers": _ONE,
+    "model.moe.num_experts": _ONE,
+    "model.moe.top_k": _ONE,
+    "model.moe.expert_ffn_size": _ONE,
+    "model.moe.latent_size": _ONE,
+    "model.moe.num_shared_experts": _ONE,
+    "model.moe.shared_ffn_size": _ONE,
+    "model.moe.router.bins": _ONE,
+    "model.situ.gate_cap": _POSITIVE,
+    "model.situ.up_cap": _POSITIVE,
+    "model.mtp.num_layers": _SHARE,
+    "model.mtp.loss_weight": _ZERO,
+    "parallel.tp": _ONE,
+    "parallel.pp": _ONE,
+    "parallel.vp": _ONE,
+    "parallel.cp": _ONE,
+    "parallel.ep": _ONE,
+    "parallel.etp": _ONE,
+    "parallel.pipeline_split.*": _ONE,
+    "optim.learning_rate": _POSITIVE,
+    "optim.min_learning_rate": _ZERO,
+    "optim.warmup_fraction": _SHARE,
+    "optim.decay_fraction": _SHARE,
+    "optim.beta1": Range(0, 1, without_high=True),
+    "optim.beta2": Range(0, 1, without_high=True),
+    "optim.eps": _POSITIVE,
+    "optim.weight_decay": _ZERO,
+    "optim.clip_grad_norm": _ZERO,
+    "data.sources.*.min_document_tokens": _ZERO,
+    "data.sources.*.max_epochs": _POSITIVE,
+    "data.pack_window_tokens": _ONE,
+    "data.prefetch_steps": _ZERO,
+    "curriculum.stages.*.context_tokens": Range(2),
+    "curriculum.stages.*.tokens": _ONE,
+    "curriculum.stages.*.batch_tokens": _ONE,
+    "curriculum.stages.*.micro_batch_sequences": _ONE,
+    "curriculum.stages.*.mix.*": _ZERO,
+    "curriculum.stages.*.learning_rate.peak": _POSITIVE,
+    "curriculum.stages.*.learning_rate.warmup_tokens": _ZERO,
+    "curriculum.stages.*.parallel.tp": _ONE,
+    "curriculum.stages.*.parallel.pp": _ONE,
+    "curriculum.stages.*.parallel.vp": _ONE,
+    "curriculum.stages.*.parallel.cp": _ONE,
+    "curriculum.stages.*.parallel.ep": _ONE,
+    "curriculum.stages.*.parallel.etp": _ONE,
+    "curriculum.stages.*.parallel.pipeline_split.*": _ONE,
+    "curriculum.eval_sequences": _ZERO,
+    "curriculum.eval_every_steps": _ZERO,
+    "checkpoint.every_steps": _ZERO,
+    "checkpoint.keep": Range(2),
+    "monitor.console_every_steps": _ONE,
+    "cluster.nodes": _ONE,
+    "cluster.ranks_per_node": _ONE,
+    "cluster.threads_per_rank": _ONE,
+    "cluster.collective_timeout_seconds": _ONE,
+    "cluster.time_limit_minutes": _ZERO,
+}
+
+
+def range_problems(run: Run, *, repair: bool = False) -> Iterator[ConfigProblem]:
+    """Every number outside its range; ``repair`` replaces it by one inside, so that other rules can go on."""
+    yield from _walk(run, "", "", repair)
+
+
+def _walk(node: Any, path: str, pattern: str, repair: bool) -> Iterator[ConfigProblem]:
+    for name, value, put in _children(node):
+        key = f"{path}.{name}" if path else str(name)
+        own = str(name) if is_dataclass(node) else ANY_NAME
+        own_pattern = f"{pattern}.{own}" if pattern else own
+        if is_dataclass(value) or isinstance(value, (dict, list)):
+            yield from _walk(value, key, own_pattern, repair)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            allowed = RANGES[own_pattern]
+            if value not in allowed:
+                fix = (
+                    f"Use a number {allowed.low:g} or more"
+                    if allowed.high == float("inf")
+                    else f"Use {allowed}"
+                )
+                yield ConfigProblem(key, value, f"must be {allowed}", fix, "range")
+                if repair:
+                    put(type(value)(allowed.inside()))
+
+
+def _children(node: Any) -> Iterator[tuple[str | int, Any, Callable[[Any], None]]]:
+    """Name, value and a function that replaces the value."""
+    if is_dataclass(node):
+        for field in fields(node):
+            yield field.name, getattr(node, field.name), partial(setattr, node, field.name)
+        return
+    container = cast("dict[str | int, Any]", node)
+    names = list(container) if isinstance(node, dict) else list(range(len(container)))
+    for name in names:
+        yield name, container[name], partial(container.__setitem__, name)

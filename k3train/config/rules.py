@@ -1,0 +1,364 @@
+"""Cross-field rules: small functions, each problem with a stable id, all reported at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+
+from k3train.config.keys import closest_word
+from k3train.config.layout_rules import layout_problems
+from k3train.config.merge import stage_parallel, world_size
+from k3train.config.nearest import choices, multiples
+from k3train.config.problems import ConfigProblem
+from k3train.config.ranges import range_problems
+from k3train.config.schema import Parallel, Run, Schedule, Stage
+
+Problems = Iterator[ConfigProblem]
+
+
+def check(run: Run, *, wrong_keys: frozenset[str] = frozenset()) -> list[ConfigProblem]:
+    """Every rule that the run breaks, in the order of the rules and each once.
+
+    Problems that involve one of ``wrong_keys`` are left out: those values are not the user's.
+    """
+    sane = deepcopy(run)
+    outside = list(range_problems(sane, repair=True))
+    wrong = wrong_keys | {problem.key for problem in outside}
+    problems = [problem for problem in outside if not concerns(problem, wrong_keys)]
+    for rule in RULES:
+        problems += [problem for problem in rule(sane) if not concerns(problem, wrong)]
+    unique = {(problem.id, problem.key, repr(problem.value)): problem for problem in reversed(problems)}
+    return list(reversed(unique.values()))
+
+
+def concerns(problem: ConfigProblem, keys: frozenset[str] | set[str]) -> bool:
+    """Whether the problem is about one of these keys, or about something below or above one."""
+    read = (problem.key, *problem.also)
+    return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in read if a for b in keys)
+
+
+def _names(run: Run) -> Problems:
+    if not run.name.strip():
+        yield ConfigProblem("name", run.name, "must not be empty", "Name the run", "run.name")
+    if not run.dir.strip():
+        yield ConfigProblem("dir", run.dir, "must not be empty", "Give a folder", "run.dir")
+
+
+def _mla_layers(run: Run) -> Problems:
+    layers = run.model.mla_layers or []
+    count = run.model.num_layers
+    outside = [layer for layer in layers if layer >= count]
+    repeated = sorted({layer for layer in layers if layers.count(layer) > 1})
+    if outside or repeated:
+        what = f"holds {choices(outside)}" if outside else f"repeats {choices(repeated)}"
+        rule = f"{what}, but lists each MLA layer once and counts layers from 0 to {count - 1}"
+        fix = f"Use {sorted({layer for layer in layers if layer < count})}"
+        yield ConfigProblem("model.mla_layers", layers, rule, fix, "model.mla-layers", ("model.num_layers",))
+
+
+def _dense_layers(run: Run) -> Problems:
+    model = run.model
+    if model.num_dense_layers > model.num_layers:
+        rule = f"must not be more than model.num_layers = {model.num_layers}"
+        fix = f"Use at most {model.num_layers}"
+        yield ConfigProblem(
+            "model.num_dense_layers",
+            model.num_dense_layers,
+            rule,
+            fix,
+            "model.dense-layers",
+            ("model.num_layers",),
+        )
+
+
+def _top_k(run: Run) -> Problems:
+    moe = run.model.moe
+    if moe.top_k >= moe.num_experts:
+        rule = f"must be less than model.moe.num_experts = {moe.num_experts}"
+        fix = f"Use at most {moe.num_experts - 1}" if moe.num_experts > 1 else "Raise model.moe.num_experts"
+        yield ConfigProblem(
+            "model.moe.top_k", moe.top_k, rule, fix, "model.top-k", ("model.moe.num_experts",)
+        )
+
+
+def _latent(run: Run) -> Problems:
+    model = run.model
+    if model.moe.latent_size >= model.hidden_size:
+        rule = f"must be less than model.hidden_size = {model.hidden_size}"
+        fix = f"Use at most {model.hidden_size - 1}; K3 uses half"
+        yield ConfigProblem(
+            "model.moe.latent_size", model.moe.latent_size, rule, fix, "model.latent", ("model.hidden_size",)
+        )
+
+
+def _decay_steps(run: Run) -> Problems:
+    kda = run.model.kda
+    if kda.dt_min > kda.dt_max:
+        rule = f"must not be more than model.kda.dt_max = {kda.dt_max}"
+        yield ConfigProblem(
+            "model.kda.dt_min",
+            kda.dt_min,
+            rule,
+            f"Use at most {kda.dt_max}",
+            "model.dt",
+            ("model.kda.dt_max",),
+        )
+
+
+def _learning_rates(run: Run) -> Problems:
+    low, peak = run.optim.min_learning_rate, run.optim.learning_rate
+    if low > peak:
+        yield ConfigProblem(
+            "optim.min_learning_rate",
+            low,
+            f"must not be more than optim.learning_rate = {peak}",
+            f"Use at most {peak}",
+            "optim.min-learning-rate",
+            ("optim.learning_rate",),
+        )
+    for name, stage in run.curriculum.stages.items():
+        key = f"curriculum.stages.{name}.learning_rate"
+        if stage.learning_rate.peak is not None and stage.learning_rate.peak < low:
+            yield ConfigProblem(
+                f"{key}.peak",
+                stage.learning_rate.peak,
+                f"must be at least optim.min_learning_rate = {low}",
+                f"Use {low} or more",
+                "stage.peak-learning-rate",
+                ("optim.min_learning_rate",),
+            )
+        if stage.learning_rate.warmup_tokens > stage.tokens:
+            yield ConfigProblem(
+                f"{key}.warmup_tokens",
+                stage.learning_rate.warmup_tokens,
+                f"must not be more than the stage's tokens = {stage.tokens}",
+                f"Use at most {stage.tokens}",
+                "stage.warmup",
+                (f"curriculum.stages.{name}.tokens",),
+            )
+
+
+def _fractions(run: Run) -> Problems:
+    optim = run.optim
+    if optim.schedule is Schedule.wsd and optim.warmup_fraction + optim.decay_fraction > 1:
+        rule = f"and optim.warmup_fraction = {optim.warmup_fraction} are together more than the whole run"
+        yield ConfigProblem(
+            "optim.decay_fraction",
+            optim.decay_fraction,
+            rule,
+            f"Use at most {1 - optim.warmup_fraction:g}",
+            "optim.fractions",
+            ("optim.warmup_fraction", "optim.schedule"),
+        )
+
+
+def _sources(run: Run) -> Problems:
+    if not run.data.sources:
+        yield ConfigProblem(
+            "data.sources",
+            {},
+            "must name at least one source",
+            "Select a data file, such as data=tiny",
+            "data.no-sources",
+        )
+    for name, source in run.data.sources.items():
+        if not source.path.strip():
+            yield ConfigProblem(
+                f"data.sources.{name}.path",
+                source.path,
+                "must not be empty",
+                "Give the corpus folder",
+                "data.path",
+            )
+    for name, path in run.data.heldout.items():
+        if not path.strip():
+            yield ConfigProblem(
+                f"data.heldout.{name}", path, "must not be empty", "Give the corpus folder", "data.path"
+            )
+
+
+def _order(run: Run) -> Problems:
+    order, stages = run.curriculum.order, run.curriculum.stages
+    key = "curriculum.order"
+    if not order:
+        fix = f"Use {list(stages)}" if stages else "Select a curriculum file, such as curriculum=debug"
+        yield ConfigProblem(key, order, "must name at least one stage", fix, "curriculum.empty")
+    for name in dict.fromkeys(name for name in order if name not in stages):
+        meant = closest_word(name, stages)
+        fix = f"Did you mean {meant}" if meant else f"There are: {', '.join(stages) or 'none'}"
+        rule = f"names the stage '{name}', which curriculum.stages does not have"
+        yield ConfigProblem(key, name, rule, fix, "curriculum.unknown-stage", ("curriculum.stages",))
+    for name in sorted({name for name in order if order.count(name) > 1}):
+        rule = f"names the stage '{name}' more than once"
+        yield ConfigProblem(key, order, rule, "Name every stage once", "curriculum.repeated-stage")
+    if order:
+        for name in [name for name in stages if name not in order]:
+            rule = "is a stage that curriculum.order does not name"
+            fix = f"Add {name} to curriculum.order or remove the stage"
+            yield ConfigProblem(
+                f"curriculum.stages.{name}", None, rule, fix, "curriculum.unused-stage", (key,)
+            )
+
+
+def _mixes(run: Run) -> Problems:
+    sources = run.data.sources
+    for stage_name, stage in run.curriculum.stages.items():
+        key = f"curriculum.stages.{stage_name}.mix"
+        for name in [name for name in stage.mix if name not in sources]:
+            meant = closest_word(name, sources)
+            fix = f"Did you mean {meant}" if meant else f"There are: {', '.join(sources) or 'none'}"
+            yield ConfigProblem(
+                f"{key}.{name}",
+                stage.mix[name],
+                "names a source that data.sources does not have",
+                fix,
+                "stage.mix-source",
+                ("data.sources",),
+            )
+        if stage.mix and math.fsum(stage.mix.values()) == 0:
+            yield ConfigProblem(
+                key, stage.mix, "adds up to 0", "Give at least one source a positive weight", "stage.mix-sum"
+            )
+
+
+def _layouts(run: Run) -> Problems:
+    """Each stage's degrees against the model and the world; the run's own when there is no stage."""
+    for name, stage in run.curriculum.stages.items():
+        yield from layout_problems(
+            run.model, stage_parallel(run.parallel, stage.parallel), world_size(run), _key_of(name, stage)
+        )
+    if not run.curriculum.stages:
+        yield from layout_problems(
+            run.model, run.parallel, world_size(run), lambda field: f"parallel.{field}"
+        )
+
+
+def _stage_sizes(run: Run) -> Problems:
+    for name, stage in run.curriculum.stages.items():
+        yield from _stage_size(run, stage, stage_parallel(run.parallel, stage.parallel), name)
+
+
+def _stage_size(run: Run, stage: Stage, parallel: Parallel, name: str) -> Problems:
+    """Tokens into batches, batches into sequences, sequences into micro-batches, tokens over ranks."""
+    at = f"curriculum.stages.{name}"
+    key_of = _key_of(name, stage)
+    context, batch = f"{at}.context_tokens", f"{at}.batch_tokens"
+    shards = parallel.cp * parallel.tp
+    if stage.context_tokens % shards:
+        yield ConfigProblem(
+            context,
+            stage.context_tokens,
+            f"must be a multiple of cp*tp = {shards}",
+            f"Use {choices(multiples(stage.context_tokens, shards))}",
+            "stage.context-shards",
+            (key_of("cp"), key_of("tp")),
+        )
+    elif parallel.cp > 1 and stage.context_tokens // parallel.cp < run.model.kda.conv_kernel - 1:
+        need = (run.model.kda.conv_kernel - 1) * parallel.cp
+        yield ConfigProblem(
+            context,
+            stage.context_tokens,
+            f"leaves fewer than conv_kernel - 1 = {run.model.kda.conv_kernel - 1} tokens to each of "
+            f"cp = {parallel.cp} ranks",
+            f"Use at least {need}",
+            "stage.conv-halo",
+            (key_of("cp"), "model.kda.conv_kernel"),
+        )
+    if stage.tokens % stage.batch_tokens:
+        yield ConfigProblem(
+            f"{at}.tokens",
+            stage.tokens,
+            f"must be a multiple of batch_tokens = {stage.batch_tokens}",
+            f"Use {choices(multiples(stage.tokens, stage.batch_tokens))}",
+            "stage.tokens-batch",
+            (batch,),
+        )
+    if stage.batch_tokens % stage.context_tokens:
+        yield ConfigProblem(
+            batch,
+            stage.batch_tokens,
+            f"must be a multiple of context_tokens = {stage.context_tokens}",
+            f"Use {choices(multiples(stage.batch_tokens, stage.context_tokens))}",
+            "stage.batch-context",
+            (context,),
+        )
+        return
+    world = world_size(run)
+    if world % (parallel.tp * parallel.pp * parallel.cp) == 0:
+        yield from _micro_batches(stage, parallel, world, at, key_of)
+
+
+def _micro_batches(
+    stage: Stage, parallel: Parallel, world: int, at: str, key_of: Callable[[str], str]
+) -> Problems:
+    dp = world // (parallel.tp * parallel.pp * parallel.cp)
+    micro = stage.micro_batch_sequences
+    per_pass = dp * micro
+    sequences = stage.batch_tokens // stage.context_tokens
+    batch, context = f"{at}.batch_tokens", f"{at}.context_tokens"
+    also = (
+        context,
+        f"{at}.micro_batch_sequences",
+        key_of("tp"),
+        key_of("pp"),
+        key_of("cp"),
+        "cluster.nodes",
+        "cluster.ranks_per_node",
+    )
+    if sequences % per_pass:
+        yield ConfigProblem(
+            batch,
+            stage.batch_tokens,
+            f"is {sequences} sequences, not a multiple of dp * micro_batch_sequences = {dp} * {micro}",
+            f"Use {choices(multiples(stage.batch_tokens, per_pass * stage.context_tokens))}",
+            "stage.batch-ranks",
+            also,
+        )
+        return
+    passes = sequences // per_pass
+    group = per_pass * stage.context_tokens * parallel.pp
+    if parallel.pp > 1 and passes < parallel.pp:
+        yield ConfigProblem(
+            batch,
+            stage.batch_tokens,
+            f"makes {passes} micro-batches, fewer than {key_of('pp')} = {parallel.pp}",
+            f"Use at least {group}",
+            "stage.micro-batches-pp",
+            also,
+        )
+    elif parallel.vp > 1 and passes % parallel.pp:
+        yield ConfigProblem(
+            batch,
+            stage.batch_tokens,
+            f"makes {passes} micro-batches, which with vp > 1 must be a multiple of "
+            f"{key_of('pp')} = {parallel.pp}",
+            f"Use {choices(multiples(stage.batch_tokens, group))}",
+            "stage.micro-batches-vp",
+            (*also, key_of("vp")),
+        )
+
+
+def _key_of(name: str, stage: Stage) -> Callable[[str], str]:
+    def key_of(field: str) -> str:
+        own = getattr(stage.parallel, field) is not None
+        return f"curriculum.stages.{name}.parallel.{field}" if own else f"parallel.{field}"
+
+    return key_of
+
+
+RULES: tuple[Callable[[Run], Problems], ...] = (
+    _names,
+    _mla_layers,
+    _dense_layers,
+    _top_k,
+    _latent,
+    _decay_steps,
+    _learning_rates,
+    _fractions,
+    _sources,
+    _order,
+    _mixes,
+    _layouts,
+    _stage_sizes,
+)
