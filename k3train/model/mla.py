@@ -1,0 +1,126 @@
+"""Gated multi-head latent attention without positions.
+
+Legend: n tokens of the micro-batch buffer, h heads; tp and cp are numbers of ranks. A rank holds n/(tp*cp)
+consecutive tokens between sublayers. Inside, heads are sharded over tp, and for the softmax over tp*cp: each
+context-parallel rank attends over the whole buffer for its own heads. All ranks then do equal work whatever
+the documents' lengths, and one contiguous token order serves every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from k3train.kernels.attention import attention
+from k3train.kernels.packing import Packing
+from k3train.model.config import K3Config
+from k3train.model.norm import RmsNorm
+from k3train.model.parameters import replicated_linear
+from k3train.parallel.collectives import all_gather, all_to_all
+
+
+class _KvUp(ColumnParallelLinear):
+    """kv_b: each context-parallel rank expands the latent for its own heads only."""
+
+    def forward(self, latent: Tensor, first: int, rows: int) -> Tensor:  # type: ignore[override]
+        """latent [n, c], whole on every rank, times ``rows`` rows of this tp shard from ``first`` on."""
+        assert self.weight is not None
+        return F.linear(latent, self.weight[first : first + rows])
+
+
+class GatedMla(MegatronModule):
+    """Gated MLA (k3 report eq. 7): low-rank queries, one key/value latent, a sigmoid gate on every channel.
+
+    A module of its own, since megatron-core's MLA cannot be built without Transformer Engine, gathers neither
+    packed documents nor context parallelism on the CPU, and knows no gate. Heads must divide by tp*cp.
+    """
+
+    def __init__(self, config: K3Config, layer_number: int, pg_collection: Any, **_: Any) -> None:
+        super().__init__(config)
+        mla, heads = config.k3.mla, config.k3.num_heads
+        self.layer_number = layer_number
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.local_heads = heads // self.tp_group.size()
+        self.nope, self.shared, self.value = mla.qk_head_dim, mla.qk_shared_head_dim, mla.v_head_dim
+        self.latent = mla.kv_lora_rank
+        self.scale = (self.nope + self.shared) ** -0.5
+        hidden = config.k3.hidden_size
+
+        def column(inputs: int, outputs: int, kind: type = ColumnParallelLinear) -> Any:
+            return kind(
+                inputs,
+                outputs,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                tp_group=self.tp_group,
+            )
+
+        self.q_a = replicated_linear(config, hidden, mla.q_lora_rank)
+        self.q_a_norm = RmsNorm(config, mla.q_lora_rank, mla.norm_eps)
+        self.q_b = column(mla.q_lora_rank, heads * (self.nope + self.shared))
+        self.kv_a = replicated_linear(config, hidden, self.latent + self.shared)
+        self.kv_a_norm = RmsNorm(config, self.latent, mla.norm_eps)
+        self.kv_b = column(self.latent, heads * (self.nope + self.value), _KvUp)
+        self.g_proj = column(hidden, heads * self.value)
+        self.o_proj = RowParallelLinear(
+            heads * self.value,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,  # type: ignore[arg-type]
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=self.tp_group,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: None = None,
+        packed_seq_params: Packing | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend within documents. Every rank of tp and cp must call this.
+
+        ``hidden_states`` [n/(tp*cp), 1, hidden] and so is the result. ``packed_seq_params`` gives the
+        documents of the whole buffer; None means that it is one document.
+        """
+        assert hidden_states.shape[1] == 1, hidden_states.shape
+        q, _ = self.q_b(self.q_a_norm(self.q_a(hidden_states)))
+        q = q.view(q.shape[0], self.local_heads, self.nope + self.shared)
+        q = all_to_all(q, self.cp_group, split_dim=1, concat_dim=0)  # [n, h/(tp*cp), nope + shared]
+        k, v = self._keys_and_values(hidden_states)
+        borders = (0, q.shape[0]) if packed_seq_params is None else packed_seq_params.cu_seqlens
+        out = attention(q, k, v, borders, self.scale)
+        out = all_to_all(out, self.cp_group, split_dim=0, concat_dim=1)  # [n/cp, h/tp, value]
+        gate, _ = self.g_proj(hidden_states)
+        out = out.reshape(gate.shape).float() * torch.sigmoid(gate.float())
+        return self.o_proj(out.to(gate.dtype))[0], None
+
+    def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """k [n, h/(tp*cp), nope + shared] and v [n, h/(tp*cp), value] from the gathered narrow latent."""
+        latent, shared = self.kv_a(hidden_states).split([self.latent, self.shared], dim=-1)
+        narrow = torch.cat([self.kv_a_norm(latent), shared], dim=-1)
+        if self.config.sequence_parallel:
+            # Heads differ over tp, so the gradients that come back to the latent are partial sums.
+            narrow = gather_from_sequence_parallel_region(
+                narrow, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        narrow = all_gather(narrow[:, 0], self.cp_group)
+        latent, shared = narrow.split([self.latent, self.shared], dim=-1)
+        heads = self.local_heads // self.cp_group.size()
+        rows = heads * (self.nope + self.value)
+        kv = self.kv_b(latent, self.cp_group.rank() * rows, rows)
+        k, v = kv.view(-1, heads, self.nope + self.value).split([self.nope, self.value], dim=-1)
+        k = torch.cat([k, shared[:, None].expand(-1, heads, -1)], dim=-1)
+        return k, v

@@ -1,0 +1,38 @@
+"""How parameters outside megatron-core's parallel linears are made."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+from torch import nn
+
+from k3train.model.config import K3Config
+
+
+def fp32_vector(config: K3Config, size: int, value: float) -> nn.Parameter:
+    """A parameter [size] that is fp32 in every model, filled with ``value`` and equal on all tensor ranks.
+
+    Under sequence parallelism each rank sees its own tokens, so megatron-core must sum its gradient over tp.
+    """
+    data = torch.full((size,), value, dtype=torch.float32, device=torch.cuda.current_device())
+    return _replicated(nn.Parameter(data), config)
+
+
+def replicated_linear(config: K3Config, inputs: int, outputs: int) -> nn.Linear:
+    """A bias-free linear [outputs, inputs] in the model's dtype for local tokens, equal on all tp ranks."""
+    device = torch.cuda.current_device()
+    linear = nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device="meta")
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+    if config.perform_initialization:
+        assert config.init_method is not None
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        assert tracker is not None
+        with tracker.fork("data-parallel-rng"):
+            config.init_method(linear.weight)
+    _replicated(linear.weight, config)
+    return linear
+
+
+def _replicated(parameter: nn.Parameter, config: K3Config) -> nn.Parameter:
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
