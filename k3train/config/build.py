@@ -72,9 +72,7 @@ class Builder:
 
     def _unknown(self, key: str, value: object) -> None:
         meant = suggest_key(key)
-        fix = (
-            f"Did you mean {meant}?".rstrip("?") if meant else "See 'k3train show' for the settings there are"
-        )
+        fix = f"Did you mean {meant}?" if meant else "See 'k3train show' for the settings there are"
         self._problem(key, value, "is not a setting", fix, "config.unknown-key")
         if meant is not None:
             self.wrong_keys.add(meant)
@@ -122,7 +120,7 @@ class Builder:
         if isinstance(value, str) and value in names:
             return kind[value]
         meant = closest_word(value, names) if isinstance(value, str) else None
-        fix = f"Did you mean {meant}" if meant else f"Use {choices(names)}"
+        fix = f"Did you mean {meant}?" if meant else f"Use {choices(names)}"
         self._problem(key, value, f"must be one of {', '.join(names)}", fix, "config.choice")
         return fallback
 

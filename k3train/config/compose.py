@@ -143,7 +143,7 @@ def _composition_problems(error: Exception, directory: Path, files: list[Path]) 
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = options_of(group, directory)
         meant = closest_word(option, options)
-        fix = f"Did you mean {meant}" if meant else f"There are: {', '.join(options) or 'none'}"
+        fix = f"Did you mean {meant}?" if meant else f"There are: {', '.join(options) or 'none'}"
         rule = f"a defaults list selects a file of {directory / group} that is not there"
         return [ConfigProblem(group, option, rule, fix, "config.group")]
     if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + str(error):

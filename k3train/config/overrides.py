@@ -100,7 +100,7 @@ def _select(result: Overrides, group: str, option: object, config_dir: Path) -> 
     if not isinstance(option, str) or option == "":
         fix = f"Set single keys as {group}.KEY=VALUE, or select {listed}"
     else:
-        fix = f"Did you mean {meant}" if meant else f"Use {listed}"
+        fix = f"Did you mean {meant}?" if meant else f"Use {listed}"
     _refuse(
         result,
         group,
@@ -114,7 +114,7 @@ def _select(result: Overrides, group: str, option: object, config_dir: Path) -> 
 def _set(result: Overrides, key: str, plain: str, value: object) -> None:
     if follow(key) is None:
         meant = suggest_key(key)
-        fix = f"Did you mean {meant}" if meant else f"Settings begin with {choices(_roots())}"
+        fix = f"Did you mean {meant}?" if meant else f"Settings begin with {choices(_roots())}"
         _refuse(result, key, value, "is not a setting", fix, "config.unknown-key")
         if meant is not None:
             result.wrong_keys.add(meant)

@@ -26,7 +26,8 @@ class ConfigProblem:
     def __str__(self) -> str:
         """One line: key, value, rule, fix and the rule's id."""
         start = f"{self.key} = {shown(self.value)} " if self.key else ""
-        return f"{start}{self.rule}. {self.fix}. [{self.id}]"
+        stop = "" if self.fix.endswith("?") else "."
+        return f"{start}{self.rule}. {self.fix}{stop} [{self.id}]"
 
 
 class ConfigError(Exception):

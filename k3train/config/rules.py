@@ -186,7 +186,7 @@ def _order(run: Run) -> Problems:
         yield ConfigProblem(key, order, "must name at least one stage", fix, "curriculum.empty")
     for name in dict.fromkeys(name for name in order if name not in stages):
         meant = closest_word(name, stages)
-        fix = f"Did you mean {meant}" if meant else f"There are: {', '.join(stages) or 'none'}"
+        fix = f"Did you mean {meant}?" if meant else f"There are: {', '.join(stages) or 'none'}"
         rule = f"names the stage '{name}', which curriculum.stages does not have"
         yield ConfigProblem(key, name, rule, fix, "curriculum.unknown-stage", ("curriculum.stages",))
     for name in sorted({name for name in order if order.count(name) > 1}):
@@ -207,7 +207,7 @@ def _mixes(run: Run) -> Problems:
         key = f"curriculum.stages.{stage_name}.mix"
         for name in [name for name in stage.mix if name not in sources]:
             meant = closest_word(name, sources)
-            fix = f"Did you mean {meant}" if meant else f"There are: {', '.join(sources) or 'none'}"
+            fix = f"Did you mean {meant}?" if meant else f"There are: {', '.join(sources) or 'none'}"
             yield ConfigProblem(
                 f"{key}.{name}",
                 stage.mix[name],
