@@ -1,0 +1,61 @@
+"""All ranks succeed or all ranks raise: file work that must not leave peers waiting in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from k3train.checkpoint.manifest import CheckpointError
+
+T = TypeVar("T")
+
+
+def every_rank(work: Callable[[], T]) -> list[T]:
+    """Run ``work`` on every rank and return all results, by rank; every rank of the world must call this.
+
+    Raises CheckpointError on every rank, with the first rank's reason, when it raised on any.
+    """
+    outcome: tuple[bool, Any]
+    try:
+        outcome = (True, work())
+    except Exception as error:  # any reason must reach the peers, or they wait until the timeout
+        outcome = (False, _describe(error))
+    outcomes: list[Any] = [None] * world()
+    if world() == 1:
+        outcomes = [outcome]
+    else:
+        dist.all_gather_object(outcomes, outcome)
+    failures = [(rank, text) for rank, (ok, text) in enumerate(outcomes) if not ok]
+    if failures:
+        rank, text = failures[0]
+        where = f" (rank {rank}; {len(failures)} of {world()} ranks failed)" if world() > 1 else ""
+        raise CheckpointError(f"{text}{where}")
+    return [value for _, value in outcomes]
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 and return its result on every rank; every rank of the world must call this.
+
+    Raises CheckpointError on every rank when it raised.
+    """
+    return every_rank(lambda: work() if rank() == 0 else None)[0]  # pyright: ignore[reportReturnType]
+
+
+def rank() -> int:
+    """This process' rank; 0 outside a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """Number of ranks; 1 outside a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,122 @@
+"""The folder that holds a run's checkpoints: names, the newest good one, what is kept."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
+from k3train.checkpoint.manifest import CheckpointError, check_files, check_sizes, read_manifest
+
+LATEST = "LATEST"
+"""File with the name of the newest checkpoint: a hint for people and scripts, never trusted by k3train."""
+
+_COMMITTED = re.compile(r"step_(\d{8,})")
+_REPLACED = re.compile(r"(step_\d{8,})\.replaced-[0-9a-f]+")
+_TEMPORARY = re.compile(r"step_\d{8,}\.(tmp|pruned)-[0-9a-f]+")
+
+logger = logging.getLogger(__name__)
+
+
+def step_name(step: int) -> str:
+    """Folder name of the checkpoint after ``step`` steps."""
+    return f"step_{step:08d}"
+
+
+def scratch_name(step: int, kind: str) -> str:
+    """A name no other save uses: ``tmp`` while writing, ``replaced`` and ``pruned`` while going away."""
+    return f"{step_name(step)}.{kind}-{uuid.uuid4().hex}"
+
+
+def committed(directory: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything named like a checkpoint, newest first, good or not."""
+    if not directory.is_dir():
+        return []
+    found = [(m, path) for path in directory.iterdir() if (m := _COMMITTED.fullmatch(path.name))]
+    return sorted(((int(m[1]), path) for m, path in found), reverse=True)
+
+
+def newest_good(directory: Path) -> Path | None:
+    """The newest checkpoint whose every byte is verified, or None when the folder holds none at all.
+
+    A damaged checkpoint is passed over with a warning that names the file. Raises CheckpointError when there
+    are checkpoints and every one is damaged: a run never restarts from nothing by accident. Ranks share the
+    reading; every rank of the world must call this.
+    """
+    candidates = on_first_rank(lambda: committed(directory))
+    reasons = []
+    for _, path in candidates:
+        try:
+            verify(path)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            if rank() == 0:
+                logger.warning("checkpoint %s is passed over: %s", path.name, error)
+        else:
+            return path
+    if reasons:
+        raise CheckpointError(
+            f"{directory}: all {len(reasons)} checkpoints are damaged; the newest: {reasons[0]}. "
+            "Restore one, or move the folder away to start again"
+        )
+    return None
+
+
+def verify(path: Path) -> None:
+    """Read every file of a checkpoint and raise CheckpointError for the first that is not as it was written.
+
+    Each rank reads its share of the files; every rank of the world must call this.
+    """
+
+    def check_my_share() -> None:
+        manifest = read_manifest(path)
+        check_files(path, manifest, sorted(manifest.files)[rank() :: world()])
+
+    every_rank(check_my_share)
+
+
+def clear_leftovers(directory: Path) -> None:
+    """Remove what interrupted saves and prunes left behind. Only one rank, of the only job on this folder.
+
+    A checkpoint that was set aside for a newer one of the same step comes back when that never arrived.
+    """
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced and not (directory / replaced[1]).exists():
+            path.rename(directory / replaced[1])
+        elif replaced or _TEMPORARY.fullmatch(path.name):
+            logger.warning("removing %s, left by an interrupted save", path.name)
+            shutil.rmtree(path)
+
+
+def prune(directory: Path, *, keep: int) -> list[str]:
+    """Delete all but the newest ``keep`` (never fewer than 2) complete checkpoints and the milestones.
+
+    Returns the names of the deleted folders. Only complete ones count towards ``keep``; a damaged one goes
+    once it is older than all that are kept. Only one rank.
+    """
+    complete = {}
+    for step, path in committed(directory):
+        try:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest)
+        except CheckpointError:
+            continue
+        complete[step] = manifest
+    newest = sorted(complete, reverse=True)[: max(2, keep)]
+    if len(newest) < max(2, keep):
+        return []
+    deleted = []
+    for step, path in committed(directory):
+        if step < newest[-1] and not (step in complete and complete[step].milestone):
+            # Renamed first: half a checkpoint must not bear a checkpoint's name.
+            going = directory / scratch_name(step, "pruned")
+            path.rename(going)
+            shutil.rmtree(going)
+            deleted.append(path.name)
+    return deleted

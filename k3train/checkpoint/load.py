@@ -1,0 +1,172 @@
+"""Reading a checkpoint into a model of any layout."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from k3train.checkpoint import rng
+from k3train.checkpoint.agree import every_rank, on_first_rank, rank
+from k3train.checkpoint.folder import verify
+from k3train.checkpoint.manifest import CheckpointError
+from k3train.checkpoint.reader import PlainReader, plain_data_only
+from k3train.checkpoint.save import TRAIN_STATE, rng_file
+from k3train.checkpoint.state import layout_identity, model_state, optimizer_state, put_optimizer_state, unwrap
+from k3train.optim.build import allocate_state, members, set_optimizer_steps
+from k3train.parallel.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+_OPTIMIZER_KEYS = "optimizer."
+_NAMES_IN_MESSAGE = 20
+
+
+def read_train_state(path: Path) -> dict[str, Any]:
+    """The caller's train state of a checkpoint, without touching tensors. One rank is enough."""
+    return _read_record(path)["train"]
+
+
+def load_checkpoint(
+    path: Path, *, chunks: Sequence[Any], optimizer: Any | None, groups: Groups, verified: bool = False
+) -> dict[str, Any]:
+    """Load parameters, buffers, master weights and moments saved under any layout; return the train state.
+
+    ``verified`` tells that ``newest_good`` or ``verify`` has just read every byte; otherwise this does. With
+    ``optimizer=None`` only the model is loaded; a fresh optimizer then needs ``reload_model_params()``, or its
+    master weights would undo the load. The random generators continue when the layout is that of the save and
+    are seeded anew, the same way every time, when it is another.
+    Raises CheckpointError, on every rank, when the checkpoint is damaged or does not fit the model exactly:
+    a tensor missing or left over, another shape or dtype. Every rank of the world must call this.
+    """
+    if not verified:
+        verify(path)
+    record = on_first_rank(lambda: _read_record(path))
+    model = model_state(chunks, groups)
+    state: dict[str, Any] = dict(model)
+    if optimizer is not None:
+        allocate_state(optimizer)
+        state["optimizer"] = optimizer_state(optimizer, model, groups, loading=True)
+    _check_fit(path, state, with_optimizer=optimizer is not None)
+    loaded = _read_tensors(path, state)
+    every_rank(lambda: _put_model(chunks, loaded))
+    if optimizer is not None:
+        put_optimizer_state(optimizer, loaded["optimizer"])
+        set_optimizer_steps(optimizer, record["optimizer_steps"])
+        every_rank(lambda: _check_master_weights(path, optimizer))
+    _restore_rng(path, record, groups)
+    return record["train"]
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / TRAIN_STATE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / TRAIN_STATE} cannot be read: {error}") from error
+
+
+def _read_tensors(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    def read() -> dict[str, Any]:
+        with plain_data_only():
+            return dist_checkpointing.load(state, str(path))
+
+    return _raised_everywhere(read)
+
+
+def _raised_everywhere(work: Callable[[], Any]) -> Any:
+    """``work``'s result on this rank, or CheckpointError on every rank when it failed on one."""
+    kept: list[Any] = []
+    every_rank(lambda: kept.append(work()))
+    return kept[0]
+
+
+def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> None:
+    """Compare names, shapes and dtypes with the checkpoint: torch casts a dtype and skips a name silently."""
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def collect() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        copied = dict_list_map_outplace(lambda leaf: leaf, state)
+        apply_factories(copied)
+        tensors = [leaf for leaf in nested_values(copied) if isinstance(leaf, ShardedTensor)]
+        return {leaf.key: (tuple(leaf.global_shape), leaf.dtype) for leaf in tensors}
+
+    for own in every_rank(collect):
+        wanted.update(own)
+
+    def compare() -> None:
+        metadata = PlainReader(path).read_metadata().state_dict_metadata
+        stored = {
+            key: (tuple(entry.size), entry.properties.dtype)
+            for key, entry in metadata.items()
+            if hasattr(entry, "properties")
+        }
+        if not with_optimizer:
+            stored = {key: value for key, value in stored.items() if not key.startswith(_OPTIMIZER_KEYS)}
+        problems = [
+            *(f"{key} is not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())),
+            *(f"{key} is not in the model" for key in sorted(stored.keys() - wanted.keys())),
+            *(
+                f"{key} is {_form(*stored[key])} in the checkpoint and {_form(*wanted[key])} in the model"
+                for key in sorted(wanted.keys() & stored.keys())
+                if wanted[key] != stored[key]
+            ),
+        ]
+        if problems:
+            more = len(problems) - _NAMES_IN_MESSAGE
+            listed = "\n  ".join([*problems[:_NAMES_IN_MESSAGE], *([f"and {more} more"] if more > 0 else [])])
+            raise CheckpointError(
+                f"{path} does not fit this model; use the model settings it was saved with:\n  {listed}"
+            )
+
+    on_first_rank(compare)
+
+
+def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _put_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    for i, chunk in enumerate(chunks):
+        result = unwrap(chunk).load_state_dict(loaded[f"model{i}"], strict=False)
+        missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+        if missing or result.unexpected_keys:
+            raise CheckpointError(f"not loaded: {missing}; not in the model: {result.unexpected_keys}")
+
+
+@torch.no_grad()
+def _check_master_weights(path: Path, optimizer: Any) -> None:
+    """bf16 parameters must be the rounded master weights, or the first step would jump."""
+    for each in members(optimizer):
+        pairs = zip(each.model_float16_groups, each.shard_fp32_from_float16_groups, strict=True)
+        for params, masters in pairs:
+            for param, master in zip(params, masters, strict=True):
+                span = each._get_model_param_range_map(param)["param"]
+                own = param.view(-1)[span.start : span.end]
+                if not torch.equal(own, master.to(own.dtype)):
+                    raise CheckpointError(
+                        f"{path}: parameters and fp32 master weights differ for a tensor of shape "
+                        f"{list(param.shape)}: the checkpoint mixes two states, use an older one"
+                    )
+
+
+def _restore_rng(path: Path, record: dict[str, Any], groups: Groups) -> None:
+    same = record["layout"] == layout_identity(groups)
+
+    def restore() -> None:
+        if same:
+            rng.restore(json.loads((path / rng_file(rank())).read_bytes()))
+        else:
+            rng.reseed((path / rng_file(0)).read_text())
+
+    every_rank(restore)
+    if not same and rank() == 0:
+        logger.warning(
+            "%s was saved under another layout: random generators are seeded anew from its state", path.name
+        )

@@ -1,0 +1,133 @@
+"""MANIFEST.json: which files a checkpoint consists of and what each must contain.
+
+A checkpoint is good when its manifest is intact and every listed file has its size and digest. Nothing else
+decides: neither torch's shard files nor safetensors notice a flipped bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+"""Version of the folder's format; a reader refuses a newer one."""
+
+_READ_BYTES = 1 << 23
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written or read; the message names the file, what is wrong and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint, relative to its folder."""
+
+    size_bytes: int
+    xxh3_128: str
+    """Hexadecimal digest of the content."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Content of MANIFEST.json."""
+
+    step: int
+    milestone: bool
+    """The last checkpoint of a curriculum stage: never pruned."""
+    files: dict[str, FileEntry]
+
+
+def digest_file(path: Path) -> FileEntry:
+    """Size and digest of a file, read in pieces."""
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            hasher.update(piece)
+            size += len(piece)
+    return FileEntry(size_bytes=size, xxh3_128=hasher.hexdigest())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write MANIFEST.json durably and atomically, with a digest of itself."""
+    body = {"format": FORMAT, **asdict(manifest)}
+    write_durably(folder / MANIFEST, json.dumps({**body, "self": _self_digest(body)}, indent=1).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises CheckpointError when it is missing, damaged or too new."""
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_bytes())
+        claimed = body.pop("self")
+        intact = claimed == _self_digest(body)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its content does not match its digest")
+    if body["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {body['format']}, this k3train reads up to {FORMAT}: use a newer k3train"
+        )
+    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    return Manifest(step=body["step"], milestone=body["milestone"], files=files)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for the first listed file that is missing or has another size."""
+    for name, entry in manifest.files.items():
+        _check_size(folder / name, entry)
+
+
+def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise CheckpointError for the first of ``names`` that is missing or differs in size or content."""
+    for name in names:
+        path, entry = folder / name, manifest.files[name]
+        _check_size(path, entry)
+        try:
+            found = digest_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if found != entry:
+            raise CheckpointError(f"{path} is damaged: its content does not match the digest in {MANIFEST}")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace ``path`` with ``content``: after a crash it holds the old content or all of the new."""
+    temporary = path.with_name(f"{path.name}.part")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_size(path: Path, entry: FileEntry) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} is missing or unreadable: {error.strerror}") from error
+    if size != entry.size_bytes or not path.is_file():
+        raise CheckpointError(f"{path} has {size} bytes, {MANIFEST} says {entry.size_bytes}")
+
+
+def _self_digest(body: dict) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,123 @@
+"""The optimizer of a run: megatron-core's distributed AdamW, and how a step uses it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from k3train.config.schema import Optim
+from k3train.optim import adam
+from k3train.optim.decay import is_decayed
+from k3train.parallel.groups import Groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What one optimizer step did; the same on every rank."""
+
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping; not finite when the step was skipped."""
+    skipped: bool
+    """The norm was not finite: parameters and moments are as before."""
+
+
+def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
+    """megatron-core's ChainedOptimizer (dense, then expert parameters) over this rank's model chunks.
+
+    ``chunks`` are wrapped in megatron-core's DistributedDataParallel with the distributed optimizer on: each
+    data-parallel rank holds fp32 master weights and moments of its slice (ZeRO-1). Master weights are copies
+    when parameters are bf16 and the parameters themselves when they are fp32. Every rank of the world must
+    call this.
+    """
+    adam.install()
+    from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+
+    assert all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks)
+    bf16 = chunks[0].config.params_dtype is torch.bfloat16
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.learning_rate,
+        min_lr=0.0,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad_norm,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+    )
+    exempt = ParamKey(
+        with_name_predicate=ParamWithNamePredicate(
+            name="k3train_no_weight_decay", fn=lambda param, name: not is_decayed(name, param)
+        )
+    )
+    optimizer = get_megatron_optimizer(
+        config,
+        list(chunks),
+        config_overrides={exempt: {"wd_mult": 0.0}},
+        use_gloo_process_groups=False,
+        pg_collection=groups.pg,
+    )
+    # wd_mult is only a note in the group that megatron-core's own scheduler would apply.
+    for group in optimizer.param_groups:
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def members(optimizer: Any) -> list[Any]:
+    """The distributed optimizers in the chain that hold parameters of this rank, in the chain's order."""
+    return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
+
+
+def allocate_state(optimizer: Any) -> None:
+    """Allocate the moments of every parameter slice of this rank, as zeros, where they do not exist yet.
+
+    The first batch then shows the run's full memory, and a checkpoint always holds moments.
+    """
+    for each in members(optimizer):
+        each.init_state_fn(each.optimizer, each.config)
+
+
+def optimizer_steps(optimizer: Any) -> int:
+    """How many times AdamW has stepped: the t of its bias correction. 0 on a rank without parameters."""
+    return max((int(group.get("step", 0)) for group in optimizer.param_groups), default=0)
+
+
+def set_optimizer_steps(optimizer: Any, steps: int) -> None:
+    """Set the t of AdamW's bias correction."""
+    for group in optimizer.param_groups:
+        group["step"] = steps
+
+
+def set_learning_rate(optimizer: Any, value: float) -> None:
+    """Use ``value`` from the next step on, for every parameter."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+@torch.no_grad()
+def optimizer_step(optimizer: Any) -> StepOutcome:
+    """Clip by global norm and update the parameters, from gradients that are already reduced.
+
+    The norm is fp32 and counts every parameter once under every layout; it is returned when clipping is off
+    too. When it is not finite nothing is updated, on any rank. Every rank of the world must call this.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return StepOutcome(grad_norm=norm, skipped=True)
+    for each in members(optimizer):
+        parameters = each.get_parameters()
+        if parameters and each.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(parameters, each.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
+    return StepOutcome(grad_norm=norm, skipped=False)

@@ -1,0 +1,70 @@
+"""Learning rate as a pure function of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from k3train.config.schema import Optim, Run, Schedule, Stage
+
+
+class StageSpan(Protocol):
+    """What the schedule reads from one row of the stage table."""
+
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def start_tokens(self) -> int: ...
+    @property
+    def end_tokens(self) -> int: ...
+
+
+def learning_rate(run: Run, table: Sequence[StageSpan], tokens: int) -> float:
+    """Learning rate of the step after which the run has consumed ``tokens`` tokens (padding and all).
+
+    The schedule spans the whole run: it depends on nothing but ``tokens``, so a resumed run continues it and
+    a stage change does not restart it. A stage's own peak replaces ``optim.learning_rate`` within that stage.
+    A stage with re-warm-up starts from the lower of ``optim.min_learning_rate`` and where the stage before
+    ended, and meets the schedule again after ``warmup_tokens``. A stage boundary belongs to the stage that
+    ends there. Raises ValueError when ``tokens`` lies outside [0, tokens of the run].
+    """
+    total = table[-1].end_tokens
+    if not 0 <= tokens <= total:
+        raise ValueError(f"the run has {total} tokens; there is no learning rate at {tokens} tokens")
+    index = next(i for i, row in enumerate(table) if tokens <= row.end_tokens)
+    row = table[index]
+    rewarm = row.stage.learning_rate.warmup_tokens
+    into = tokens - row.start_tokens
+    target = _scheduled(run.optim, row.stage, tokens / total)
+    if into >= rewarm:
+        return target
+    before = learning_rate(run, table, row.start_tokens) if index else 0.0
+    return _between(min(before, run.optim.min_learning_rate), target, into / rewarm)
+
+
+def _scheduled(optim: Optim, stage: Stage, progress: float) -> float:
+    """The schedule at ``progress`` in [0, 1] through the run, with the stage's peak."""
+    own_peak = stage.learning_rate.peak
+    peak = optim.learning_rate if own_peak is None else own_peak
+    floor = min(optim.min_learning_rate, peak)
+    if progress < optim.warmup_fraction:
+        return peak * (progress / optim.warmup_fraction)
+    match optim.schedule:
+        case Schedule.constant:
+            return peak
+        case Schedule.cosine:
+            left = 1.0 - optim.warmup_fraction
+            x = (progress - optim.warmup_fraction) / left if left > 0 else 1.0
+            return _between(peak, floor, 0.5 * (1.0 - math.cos(math.pi * x)))
+        case Schedule.wsd:
+            decay = min(optim.decay_fraction, 1.0 - optim.warmup_fraction)
+            stable_until = 1.0 - decay
+            if progress <= stable_until:
+                return peak
+            return _between(peak, floor, (progress - stable_until) / decay)
+
+
+def _between(start: float, end: float, share: float) -> float:
+    """Linear from ``start`` to ``end``, exactly equal to them at 0 and 1."""
+    return start * (1.0 - share) + end * share
