@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from k3train.checkpoint.manifest import CheckpointError
 
-T = TypeVar("T")
 
-
-def every_rank(work: Callable[[], T]) -> list[T]:
+def every_rank[T](work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and return all results, by rank; every rank of the world must call this.
 
     Raises CheckpointError on every rank, with the first rank's reason, when it raised on any.
@@ -35,7 +33,7 @@ def every_rank(work: Callable[[], T]) -> list[T]:
     return [value for _, value in outcomes]
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
+def on_first_rank[T](work: Callable[[], T]) -> T:
     """Run ``work`` on rank 0 and return its result on every rank; every rank of the world must call this.
 
     Raises CheckpointError on every rank when it raised.

@@ -12,6 +12,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank
@@ -19,7 +20,13 @@ from k3train.checkpoint.folder import verify
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.checkpoint.reader import PlainReader, plain_data_only
 from k3train.checkpoint.save import TRAIN_STATE, rng_file
-from k3train.checkpoint.state import layout_identity, model_state, optimizer_state, put_optimizer_state, unwrap
+from k3train.checkpoint.state import (
+    layout_identity,
+    model_state,
+    optimizer_state,
+    put_optimizer_state,
+    unwrap,
+)
 from k3train.optim.build import allocate_state, members, set_optimizer_steps
 from k3train.parallel.groups import Groups
 
@@ -40,9 +47,9 @@ def load_checkpoint(
     """Load parameters, buffers, master weights and moments saved under any layout; return the train state.
 
     ``verified`` tells that ``newest_good`` or ``verify`` has just read every byte; otherwise this does. With
-    ``optimizer=None`` only the model is loaded; a fresh optimizer then needs ``reload_model_params()``, or its
-    master weights would undo the load. The random generators continue when the layout is that of the save and
-    are seeded anew, the same way every time, when it is another.
+    ``optimizer=None`` only the model is loaded; a fresh optimizer then needs ``reload_model_params()``, or
+    its master weights would undo the load. The random generators continue when the layout is that of the save
+    and are seeded anew, the same way every time, when it is another.
     Raises CheckpointError, on every rank, when the checkpoint is damaged or does not fit the model exactly:
     a tensor missing or left over, another shape or dtype. Every rank of the world must call this.
     """
@@ -73,7 +80,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    def read() -> dict[str, Any]:
+    def read() -> Any:
         with plain_data_only():
             return dist_checkpointing.load(state, str(path))
 
@@ -92,7 +99,7 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def collect() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        copied = dict_list_map_outplace(lambda leaf: leaf, state)
+        copied: Any = dict_list_map_outplace(lambda leaf: leaf, state)
         apply_factories(copied)
         tensors = [leaf for leaf in nested_values(copied) if isinstance(leaf, ShardedTensor)]
         return {leaf.key: (tuple(leaf.global_shape), leaf.dtype) for leaf in tensors}
@@ -105,7 +112,7 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
         stored = {
             key: (tuple(entry.size), entry.properties.dtype)
             for key, entry in metadata.items()
-            if hasattr(entry, "properties")
+            if isinstance(entry, TensorStorageMetadata)
         }
         if not with_optimizer:
             stored = {key: value for key, value in stored.items() if not key.startswith(_OPTIMIZER_KEYS)}

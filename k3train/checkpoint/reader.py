@@ -89,7 +89,9 @@ class PlainReader(FileSystemReader):
         try:
             torch.load(content, weights_only=True)
         except Exception as error:  # whatever it raises, the planner must not unpickle this
-            raise CheckpointError(f"{index.fqn} in {info.relative_path} is not plain data: {error}") from error
+            raise CheckpointError(
+                f"{index.fqn} in {info.relative_path} is not plain data: {error}"
+            ) from error
 
 
 @contextmanager
@@ -102,9 +104,9 @@ def plain_data_only() -> Iterator[None]:
     modules = (serialization, torch_strategy)
     before = [module._get_filesystem_reader for module in modules]
     for module in modules:
-        module._get_filesystem_reader = reader
+        setattr(module, "_get_filesystem_reader", reader)  # noqa: B010 (a private name of megatron-core)
     try:
         yield
     finally:
         for module, original in zip(modules, before, strict=True):
-            module._get_filesystem_reader = original
+            setattr(module, "_get_filesystem_reader", original)  # noqa: B010

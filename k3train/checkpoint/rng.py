@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 
 def capture() -> dict[str, Any]:
@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
         "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _pack(torch.get_rng_state()),
         "cuda": _pack(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
-        "megatron": {key: _pack(state) for key, state in get_cuda_rng_tracker().get_states().items()},
+        "megatron": {key: _pack(state) for key, state in _tracker().get_states().items()},
     }
 
 
@@ -34,14 +34,14 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(_unpack(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_unpack(state["cuda"]))
-    get_cuda_rng_tracker().set_states({key: _unpack(each) for key, each in state["megatron"].items()})
+    _tracker().set_states({key: _unpack(each) for key, each in state["megatron"].items()})
 
 
 def reseed(key: str) -> None:
     """Seed every generator of this rank afresh from ``key``: the same key gives the same streams.
 
-    megatron-core's named streams keep their structure: each is seeded from its own current state and the key, so
-    ranks that shared a stream still share it and ranks that did not still do not.
+    megatron-core's named streams keep their structure: each is seeded from its own current state and the key,
+    so ranks that shared a stream still share it and ranks that did not still do not.
     """
     seed = _seed(key.encode())
     random.seed(seed)
@@ -49,13 +49,19 @@ def reseed(key: str) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
-    tracker = get_cuda_rng_tracker()
+    tracker = _tracker()
     states = {}
     for name, state in sorted(tracker.get_states().items()):
         generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu")
         generator.manual_seed(_seed(key.encode() + name.encode() + bytes(state.cpu().numpy())))
         states[name] = generator.get_state()
     tracker.set_states(states)
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    return tracker
 
 
 def _seed(material: bytes) -> int:

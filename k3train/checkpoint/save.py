@@ -51,10 +51,10 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of ``train_state["step"]`` into ``directory`` and return its folder.
 
-    ``train_state`` is JSON data: step, tokens, stage, data position, fingerprint, whatever the caller needs to
-    continue. The folder is written under a temporary name, every file is read back and digested by the rank
-    that wrote it, and only then renamed; afterwards all but the newest ``keep`` complete checkpoints and the
-    milestones are deleted. When a good checkpoint of the same state exists, nothing is written again.
+    ``train_state`` is JSON data: step, tokens, stage, data position, fingerprint, whatever the caller needs
+    to continue. The folder is written under a temporary name, every file is read back and digested by the
+    rank that wrote it, and only then renamed; afterwards all but the newest ``keep`` complete checkpoints and
+    the milestones are deleted. When a good checkpoint of the same state exists, nothing is written again.
     Raises CheckpointError on every rank when any rank fails; older checkpoints are then untouched. Every rank
     of the world must call this.
     """
@@ -76,8 +76,8 @@ def save_checkpoint(
         on_first_rank(lambda: shutil.rmtree(scratch, ignore_errors=True))
         free = shutil.disk_usage(directory).free
         raise CheckpointError(
-            f"checkpoint {final.name} was not written: {error} ({free / 2**30:.2f} GiB are free in {directory}; "
-            "older checkpoints are untouched)"
+            f"checkpoint {final.name} was not written: {error} "
+            f"({free / 2**30:.2f} GiB are free in {directory}; older checkpoints are untouched)"
         ) from error
     on_first_rank(lambda: prune(directory, keep=keep))
     return final
@@ -127,7 +127,7 @@ def _write_tensors(scratch: Path, chunks: Sequence[Any], optimizer: Any, groups:
     filesystem_async._results_queue = queue.Queue()
     model = model_state(chunks, groups)
     state = {**model, "optimizer": optimizer_state(optimizer, model, groups, loading=False)}
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), groups.pg.dp_cp)
+    strategy: Any = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), groups.pg.dp_cp)
     dist_checkpointing.save(state, str(scratch), strategy)
 
 

@@ -30,7 +30,9 @@ def model_state(chunks: Sequence[Any], groups: Groups) -> dict[str, Any]:
     left out.
     """
     metadata = _metadata(groups)
-    states = {f"model{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    states = {
+        f"model{i}": unwrap(chunk).sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)
+    }
     return _without_objects(states)
 
 
@@ -40,8 +42,8 @@ def optimizer_state(
     """Sharded fp32 master weights and moments, by position in the chain; every rank must call this.
 
     Keys are ``optimizer.state.<param|exp_avg|exp_avg_sq>.<name of the parameter>``. Nothing depends on how
-    parameters are divided between the chain's members (megatron-core has two of them with expert parallel, one
-    without). When ``loading`` the tensors are places to load into. Saving gathers each buffer within the
+    parameters are divided between the chain's members (megatron-core has two of them with expert parallel,
+    one without). When ``loading`` the tensors are places to load into. Saving gathers each buffer within the
     data-parallel group on the host.
     """
     metadata = _metadata(groups)

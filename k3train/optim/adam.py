@@ -8,7 +8,7 @@ import torch
 
 
 class GroupStepAdam(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) with ``step`` in the parameter group, as FusedAdam has it.
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) with ``step`` in the parameter group, as in FusedAdam.
 
     megatron-core's DistributedOptimizer expects that contract. With ``torch.optim.AdamW`` it gives all
     parameters one ``step`` tensor after a load, which then advances once per parameter: a wrong bias
@@ -50,7 +50,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         step = torch.tensor(float(group["step"]), device=params[0].device)
         torch._fused_adamw_(
             params,
-            [p.grad for p in params],
+            [p.grad for p in params if p.grad is not None],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

@@ -12,8 +12,8 @@ def is_decayed(name: str, param: torch.Tensor) -> bool:
     """Whether weight decay applies: to matrices only, never to what ``NEVER_DECAYED`` names.
 
     ``name`` is the dotted name in the module; wrappers may prefix it. Vectors (norms, biases, gates' A and
-    dt, AttnRes queries) are exempt by their shape already; the names matter for convolutions, which are stored
-    as [channels, taps], and for stacked vectors. A module exempts a parameter of its own with
+    dt, AttnRes queries) are exempt by their shape already; the names matter for convolutions, which are
+    stored as [channels, taps], and for stacked vectors. A module exempts a parameter of its own with
     ``param.no_weight_decay = True``.
     """
     if param.dim() < 2 or getattr(param, "no_weight_decay", False):

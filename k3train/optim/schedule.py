@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from k3train.config.schema import Optim, Run, Schedule, Stage
+from k3train.curriculum.stages import StagePlan
 
 
-class StageSpan(Protocol):
-    """What the schedule reads from one row of the stage table."""
-
-    @property
-    def stage(self) -> Stage: ...
-    @property
-    def start_tokens(self) -> int: ...
-    @property
-    def end_tokens(self) -> int: ...
-
-
-def learning_rate(run: Run, table: Sequence[StageSpan], tokens: int) -> float:
+def learning_rate(run: Run, table: Sequence[StagePlan], tokens: int) -> float:
     """Learning rate of the step after which the run has consumed ``tokens`` tokens (padding and all).
 
     The schedule spans the whole run: it depends on nothing but ``tokens``, so a resumed run continues it and
@@ -59,10 +48,8 @@ def _scheduled(optim: Optim, stage: Stage, progress: float) -> float:
             return _between(peak, floor, 0.5 * (1.0 - math.cos(math.pi * x)))
         case Schedule.wsd:
             decay = min(optim.decay_fraction, 1.0 - optim.warmup_fraction)
-            stable_until = 1.0 - decay
-            if progress <= stable_until:
-                return peak
-            return _between(peak, floor, (progress - stable_until) / decay)
+            left = 1.0 - progress
+            return peak if left >= decay else _between(peak, floor, 1.0 - left / decay)
 
 
 def _between(start: float, end: float, share: float) -> float:
