@@ -1,0 +1,178 @@
+"""Which pieces of which documents make up each sequence of a stage: a pure function that every rank computes.
+
+Nothing here knows ranks, micro-batches or how long the stage lasts. Documents are drawn in windows; a window
+is packed and shuffled on its own, so training longer never changes what came before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from dataclasses import dataclass
+from threading import RLock
+
+import numpy as np
+
+from k3train.data.batch import Piece
+from k3train.data.mix import Drawing, Pieces, Position, Stream, chain, draw_window, no_pieces
+from k3train.data.order import key_of, shuffled
+from k3train.data.pack import best_fit
+
+MIN_WINDOW_SEQUENCES = 64
+"""A window holds at least this many sequences, or best fit has too little to choose from."""
+FORMAT = 1
+"""Raised when the same inputs give another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One packed window: its pieces sorted by sequence, and the place within each source they came from."""
+
+    source: np.ndarray
+    """int64 [pieces]: index into the stage's sources."""
+    pieces: Pieces
+    rank: np.ndarray
+    """int64 [pieces]: place in the order of drawing."""
+    borders: np.ndarray
+    """int64 [sequences + 1]: first piece of each sequence."""
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+
+class StageOrder:
+    """The sequences of one stage. Windows are made when first asked for; only where they begin is kept."""
+
+    def __init__(
+        self,
+        *,
+        streams: dict[str, Stream],
+        weights: dict[str, float],
+        context_tokens: int,
+        pack_window_tokens: int,
+        seed: int,
+        start: dict[str, Position],
+    ) -> None:
+        """Weights name some of the streams and need not add up to 1; ``start`` names every stream."""
+        total = sum(weights.values())
+        self.weights = {name: weight / total for name, weight in sorted(weights.items()) if weight > 0}
+        self.context_tokens = context_tokens
+        self._streams = streams
+        self._names = list(self.weights)
+        self._window_tokens = max(MIN_WINDOW_SEQUENCES * context_tokens, pack_window_tokens)
+        self._seed = seed
+        self._marks = [Drawing(0.0, dict.fromkeys(self._names, 0), start)]
+        self._first = [0]  # number of the first sequence of each window
+        self._cache: tuple[int, Window] | None = None
+        self._lock = RLock()
+
+    def inputs(self) -> dict[str, object]:
+        """All that decides the sequences of this stage, as plain values: compare two to name a change."""
+        sources = {}
+        for name in self._names:
+            at = self._marks[0].positions[name]
+            returned = hashlib.sha256(
+                b"".join(a.tobytes() for a in (at.returned.document, at.returned.start, at.returned.length))
+            ).hexdigest()
+            sources[name] = {
+                **self._streams[name].inputs(),
+                "weight": self.weights[name],
+                "start": [at.epoch, at.offset, returned[:16]],
+            }
+        return {
+            "format": FORMAT,
+            "seed": self._seed,
+            "context_tokens": self.context_tokens,
+            "window_tokens": self._window_tokens,
+            "sources": sources,
+        }
+
+    def fingerprint(self) -> str:
+        """sha256 of the inputs: ranks compare it at the start, a checkpoint keeps it."""
+        return hashlib.sha256(json.dumps(self.inputs(), sort_keys=True).encode()).hexdigest()
+
+    def sequence(self, number: int) -> list[Piece]:
+        """The pieces of a sequence of this stage, counted from 0. Raises Exhausted where text runs out."""
+        with self._lock:
+            index = self._find(number)
+            window = self._window(index)
+            row = number - self._first[index]
+        at = slice(int(window.borders[row]), int(window.borders[row + 1]))
+        pieces = window.pieces[at]
+        names = [self._names[i] for i in window.source[at].tolist()]
+        columns = (pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist())
+        return [Piece(*fields) for fields in zip(names, *columns, strict=True)]
+
+    def consumed(self, sequences: int) -> dict[str, int]:
+        """Tokens of each source within the first so many sequences, padding left out."""
+        at, unused = self._cut(sequences)
+        return {name: at.drawn[name] - unused[name].tokens for name in self._names}
+
+    def end(self, sequences: int) -> dict[str, Position]:
+        """Where streams stand after the first so many sequences; what was drawn beyond them goes back."""
+        at, unused = self._cut(sequences)
+        result = dict(at.positions)
+        for name, pieces in unused.items():
+            if len(pieces):
+                place = at.positions[name]
+                result[name] = Position(place.epoch, place.offset, chain(pieces, place.returned).merged())
+        return result
+
+    def epochs(self, name: str, position: Position) -> float:
+        """Passes over a source that led to a position."""
+        done = position.offset - position.returned.tokens
+        return position.epoch + done / self._streams[name].epoch_tokens
+
+    def _cut(self, sequences: int) -> tuple[Drawing, dict[str, Pieces]]:
+        """The drawing that covers the first so many sequences, and which of its pieces they do not use."""
+        if sequences == 0:
+            return self._marks[0], {name: no_pieces() for name in self._names}
+        with self._lock:
+            index = self._find(sequences - 1)
+            window = self._window(index)
+            used = int(window.borders[sequences - self._first[index]])
+            mark = self._marks[index + 1]
+        late = np.zeros(len(window.rank), bool)
+        late[used:] = True
+        unused = {}
+        for i, name in enumerate(self._names):
+            which = np.flatnonzero(late & (window.source == i))
+            unused[name] = window.pieces[which[np.argsort(window.rank[which])]]
+        return mark, unused
+
+    def _find(self, number: int) -> int:
+        """The window of a sequence, after making as many windows as it takes."""
+        while self._first[-1] <= number:
+            window, after = self._make(len(self._first) - 1)
+            self._cache = (len(self._first) - 1, window)
+            self._marks.append(after)
+            self._first.append(self._first[-1] + len(window))
+        return bisect_right(self._first, number) - 1
+
+    def _window(self, index: int) -> Window:
+        if self._cache is None or self._cache[0] != index:
+            self._cache = (index, self._make(index)[0])
+        return self._cache[1]
+
+    def _make(self, index: int) -> tuple[Window, Drawing]:
+        """Draw, pack and shuffle one window."""
+        drawn, after = draw_window(
+            self._streams,
+            self.weights,
+            self._marks[index],
+            window_tokens=self._window_tokens,
+            context_tokens=self.context_tokens,
+        )
+        pieces = chain(*(drawn[name] for name in self._names))
+        source = np.repeat(np.arange(len(self._names)), [len(drawn[name]) for name in self._names])
+        packed, count = best_fit(pieces.length, self.context_tokens)
+        # Best fit puts full sequences first and long pieces first within each; both orders are shuffled away.
+        key = key_of("window", self._seed, self.context_tokens, index)
+        place = np.empty(count, np.int64)
+        place[shuffled(np.arange(count), key)] = np.arange(count)
+        within = np.empty(len(pieces), np.int64)
+        within[shuffled(np.arange(len(pieces)), key)] = np.arange(len(pieces))
+        order = np.lexsort((within, place[packed]))
+        borders = np.searchsorted(place[packed][order], np.arange(count + 1))
+        return Window(source[order], pieces[order], order, borders), after

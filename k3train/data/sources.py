@@ -1,0 +1,166 @@
+"""Open the sources of a run, check them, and lay the stages end to end over their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.schema import Run
+from k3train.curriculum.stages import StagePlan
+from k3train.data.batch import MicroBatch, Piece, join_pieces
+from k3train.data.corpus import Corpus, file_sha256
+from k3train.data.indexed import CorpusError
+from k3train.data.mix import Exhausted, Position, Stream
+from k3train.data.plan import StageOrder
+
+_EXACT_DOCUMENTS = 2_000_000
+"""Up to so many documents in a run, text is counted by making the whole plan; beyond, by weights."""
+
+
+def open_corpora(run: Run, paths: dict[str, str], group: str) -> dict[str, Corpus]:
+    """Open the folders of ``data.<group>``; raises CorpusError with all that is wrong with any of them."""
+    tokenizer = run.data.tokenizer
+    if tokenizer and not Path(tokenizer).is_file():
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    key="data.tokenizer",
+                    value=tokenizer,
+                    rule="is not a file",
+                    fix="Build the corpus first (python data/build.py tiny) or correct the path",
+                    id="data.tokenizer",
+                )
+            ]
+        )
+    expected = file_sha256(Path(tokenizer)) if tokenizer else None
+    corpora: dict[str, Corpus] = {}
+    errors: list[str] = []
+    for name, path in paths.items():
+        try:
+            corpus = Corpus(
+                Path(path), vocab_size=run.model.vocab_size, allow_unsealed=run.data.allow_unsealed
+            )
+        except CorpusError as error:
+            errors.append(f"data.{group}.{name}: {error}")
+            continue
+        corpora[name] = corpus
+        if expected and corpus.manifest and corpus.manifest.tokenizer_sha256 != expected:
+            errors.append(
+                f"data.{group}.{name}: {path} was made with another tokenizer than data.tokenizer = "
+                f"{tokenizer}; build the corpus again or point data.tokenizer at the file beside it."
+            )
+    if errors:
+        for corpus in corpora.values():
+            corpus.close()
+        raise CorpusError("\n".join(errors))
+    return corpora
+
+
+def stage_weights(run: Run, plan: StagePlan, streams: dict[str, Stream]) -> dict[str, float]:
+    """The mix of a stage; without one, sources in proportion to their text."""
+    key = f"curriculum.stages.{plan.name}.mix"
+    mix = plan.stage.mix or {name: float(stream.epoch_tokens) for name, stream in streams.items()}
+    problems = [
+        ConfigProblem(
+            key=f"{key}.{name}",
+            value=weight,
+            rule="names no source" if name not in streams else "is not a weight",
+            fix=f"Use a number from 0 on for one of: {', '.join(streams) or 'none, data.sources is empty'}",
+            id="data.mix",
+        )
+        for name, weight in mix.items()
+        if name not in streams or not 0 <= weight < math.inf
+    ]
+    used = {name: weight for name, weight in mix.items() if weight > 0}
+    problems += [
+        ConfigProblem(
+            key=f"data.sources.{name}.min_document_tokens",
+            value=run.data.sources[name].min_document_tokens,
+            rule=f"leaves no document of {run.data.sources[name].path}",
+            fix="Lower it, or take the source out of the mix",
+            id="data.no-documents",
+        )
+        for name in used
+        if name in streams and streams[name].epoch_tokens == 0
+    ]
+    if not used:
+        problems.append(
+            ConfigProblem(
+                key=key,
+                value=mix,
+                rule="gives no source any weight",
+                fix="Name at least one source of data.sources",
+                id="data.mix",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    return used
+
+
+def stage_orders(
+    run: Run, table: Sequence[StagePlan], stage: StagePlan, streams: dict[str, Stream]
+) -> list[StageOrder]:
+    """The orders of the stages up to and with ``stage``, each going on where the one before it ends.
+
+    Refuses a run whose stages, all of them, need more text than max_epochs allows. Up to a number of
+    documents that takes seconds this is found by making the whole plan; beyond it, by comparing weights.
+    """
+    weights = {plan.name: stage_weights(run, plan, streams) for plan in table}
+    wanted: dict[str, float] = dict.fromkeys(streams, 0.0)
+    for plan in table:
+        total = sum(weights[plan.name].values())
+        for name, weight in weights[plan.name].items():
+            wanted[name] += weight / total * plan.stage.tokens
+    used = [name for name in streams if wanted[name] > 0]
+    short = {name for name in used if wanted[name] > streams[name].allowed_tokens}
+    documents = sum(wanted[n] * streams[n].num_documents / streams[n].epoch_tokens for n in used)
+    exact = documents <= _EXACT_DOCUMENTS
+    if short and not exact:
+        raise ConfigError([_too_little(streams[name], wanted[name]) for name in sorted(short)])
+    positions = {name: Position() for name in streams}
+    orders: list[StageOrder] = []
+    for plan in table:
+        order = StageOrder(
+            streams=streams,
+            weights=weights[plan.name],
+            context_tokens=plan.stage.context_tokens,
+            pack_window_tokens=run.data.pack_window_tokens,
+            seed=run.seed,
+            start=positions,
+        )
+        orders.append(order)
+        if plan.index == stage.index and not exact:
+            break
+        try:
+            positions = order.end(plan.steps * plan.sequences_per_step)
+        except Exhausted as error:
+            names = sorted({error.name, *short})
+            raise ConfigError([_too_little(streams[name], wanted[name]) for name in names]) from None
+    return orders[: stage.index + 1]
+
+
+def _too_little(stream: Stream, wanted: float) -> ConfigProblem:
+    """A source that the stages use up. Packing may take a little more of it than its weight says."""
+    needed = max(int(wanted), stream.allowed_tokens)
+    epochs = math.ceil(1.02 * needed / stream.epoch_tokens * 10 + 1e-6) / 10
+    return ConfigProblem(
+        key=f"data.sources.{stream.name}.max_epochs",
+        value=stream.max_epochs,
+        rule=(
+            f"allows {stream.allowed_tokens:,} tokens (an epoch has {stream.epoch_tokens:,}), and the stages "
+            f"need about {needed:,}"
+        ),
+        fix=f"Set it to {epochs:g} or more, give {stream.name} less weight or train on fewer tokens",
+        id="data.max-epochs",
+    )
+
+
+def assemble(
+    corpora: dict[str, Corpus], pieces: list[list[Piece]], context_tokens: int, pad: int
+) -> MicroBatch:
+    """Read the pieces of each sequence and lay the sequences end to end. Raises CorpusError."""
+    tokens = [[corpora[p.source].read(p.document, p.start, p.length) for p in row] for row in pieces]
+    return join_pieces(pieces, tokens, context_tokens=context_tokens, pad=pad)
