@@ -49,6 +49,15 @@ class Packing:
         return self.stop not in self.cu_seqlens
 
 
+def check_packed(x: Tensor, packing: Packing) -> None:
+    """Refuse ``x`` [b, t, ...] unless it is the one row of tokens that ``packing`` describes."""
+    expected = (1, packing.stop - packing.start)
+    if tuple(x.shape[:2]) != expected:
+        raise ValueError(
+            f"packed documents need {expected} rows and tokens on this rank, got {tuple(x.shape[:2])}"
+        )
+
+
 def make_packing(
     cu_seqlens: tuple[int, ...] | list[int],
     valid: Tensor,

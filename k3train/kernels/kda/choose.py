@@ -1,0 +1,102 @@
+"""Kimi Delta Attention for the model: documents, shards and the path that computes them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3train.kernels.kda.chunked import kda_chunked
+from k3train.kernels.kda.context_parallel import ContextParallelExchange
+from k3train.kernels.packing import Packing, check_packed
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    gate_lower_bound: float,
+    packing: Packing | None = None,
+    cp_group: Any = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the gated delta rule (k3 report eq. 1-6) and return (o, final states or None).
+
+    q, k, v, z [b, t, h, d]: this context-parallel rank's tokens and this tensor-parallel rank's heads, after
+    convolution and SiLU; q and k are not yet normalised, z is the decay's pre-activation without its bias.
+    beta [b, t, h] are logits. A_log [h] and dt_bias [h * d] are read in fp32. o has the shape and dtype of v.
+
+    Without ``packing`` every row is one document, sharded over ``cp_group`` in rank order; with it b must be
+    1. States are fp32 [documents (or b), h, d, d], key channel before value channel, and only for whole
+    documents, that is without context parallelism.
+
+    With a ``cp_group`` of several ranks every rank of it must call this, forward and backward.
+    """
+    sharded = cp_group is not None and cp_group.size() > 1
+    if sharded and (initial_state is not None or output_final_state):
+        raise ValueError("initial and final states need whole documents: run with context parallel degree 1")
+    if packing is not None:
+        check_packed(q, packing)
+        if initial_state is not None or output_final_state:
+            return _each_document(
+                (q, k, v, z, beta), A_log, dt_bias, gate_lower_bound, packing.local_cu_seqlens, initial_state
+            )
+    rank = cp_group.rank() if cp_group is not None else 0
+    if packing is None:
+        document, continues = None, initial_state is not None or rank > 0
+    else:
+        single = len(packing.local_cu_seqlens) == 2
+        document = None if single else packing.local_document
+        continues = sharded and packing.continues_from_left
+    o, final_state = kda_chunked(
+        q,
+        k,
+        v,
+        z,
+        beta,
+        A_log,
+        dt_bias,
+        gate_lower_bound=gate_lower_bound,
+        document=document,
+        continues=continues,
+        initial_state=initial_state,
+        exchange=ContextParallelExchange(cp_group) if sharded else None,
+    )
+    return o, final_state if output_final_state else None
+
+
+def _each_document(
+    inputs: tuple[Tensor, ...],
+    A_log: Tensor,
+    dt_bias: Tensor,
+    gate_lower_bound: float,
+    borders: tuple[int, ...],
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One call a document, for those rare callers that bring or want the states of all of them."""
+    outputs, states = [], []
+    for i, (start, stop) in enumerate(pairwise(borders)):
+        q, k, v, z, beta = (x[:, start:stop] for x in inputs)
+        o, state = kda_chunked(
+            q,
+            k,
+            v,
+            z,
+            beta,
+            A_log,
+            dt_bias,
+            gate_lower_bound=gate_lower_bound,
+            continues=initial_state is not None,
+            initial_state=None if initial_state is None else initial_state[i : i + 1],
+        )
+        outputs.append(o)
+        states.append(state)
+    return torch.cat(outputs, 1), torch.cat(states)

@@ -1,0 +1,122 @@
+"""Causal depth-wise convolution over a few tokens, then SiLU, by document (k3 report section 2.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from k3train.kernels.packing import Packing, check_packed
+
+
+def short_conv(x: Tensor, weight: Tensor, packing: Packing | None = None, cp_group: Any = None) -> Tensor:
+    """SiLU(sum_j weight[:, w - 1 - j] * x[t - j]) over the tokens t - j of t's own document.
+
+    ``x`` [b, t, c]: this context-parallel rank's contiguous share of the tokens. ``weight`` [c, w], its last
+    tap on the token itself. Without ``packing`` every row is one document; with it b must be 1. Computed in
+    fp32 (fp64 for fp64 input); the result has the shape and dtype of ``x``. With a ``cp_group`` of several
+    ranks each receives w - 1 tokens from the rank before it: every rank must call this, forward and backward.
+    """
+    reach = weight.shape[1] - 1
+    sharded = cp_group is not None and cp_group.size() > 1
+    if sharded and x.shape[1] < reach:
+        raise ValueError(
+            f"a context-parallel shard of {x.shape[1]} tokens is shorter than the {reach} tokens that the "
+            "convolution looks back; lower parallel.cp or lengthen the context"
+        )
+    rank = cp_group.rank() if cp_group is not None else 0
+    position = _position_in_document(x, packing, reach, rank)
+    halo = _HaloFromLeft.apply(x[:, x.shape[1] - reach :], cp_group) if sharded and reach else None
+    return _ShortConv.apply(x, halo, weight, position)  # pyright: ignore
+
+
+def _position_in_document(x: Tensor, packing: Packing | None, reach: int, rank: int) -> Tensor:
+    """int64 [t]: how many tokens of its document come before each token, exact up to ``reach``."""
+    t = x.shape[1]
+    if packing is None:
+        return torch.arange(t, device=x.device) + (reach if rank else 0)
+    check_packed(x, packing)
+    first = max(0, packing.start - reach)
+    document = packing.document[first : packing.stop]
+    before = torch.zeros_like(document)
+    for j in range(1, reach + 1):
+        before[j:] += document[j:] == document[:-j]
+    return before[packing.start - first :]
+
+
+class _ShortConv(torch.autograd.Function):
+    """Keeps the input and recomputes the pre-activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, halo: Tensor | None, weight: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(x, halo, weight, position)
+        return torch.nn.functional.silu(_convolve(x, halo, weight, position)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, halo, weight, position = ctx.saved_tensors
+        y = _convolve(x, halo, weight, position)
+        s = torch.sigmoid(y)
+        dy = grad.to(y.dtype) * (s + y * s * (1 - s))
+        w, t = weight.to(y.dtype), x.shape[1]
+        reach = weight.shape[1] - 1
+        dx = dy * w[:, reach]
+        dw = torch.zeros_like(w)
+        dw[:, reach] = (dy * x).sum((0, 1))
+        dhalo = None if halo is None else dx.new_zeros(halo.shape)
+        for j in range(1, min(reach, t - 1 if halo is None else t) + 1):
+            sent = torch.where((position >= j)[:, None], dy, 0)
+            dx[:, : t - j].addcmul_(sent[:, j:], w[:, reach - j])
+            dw[:, reach - j] = (sent[:, j:] * x[:, : t - j]).sum((0, 1))
+            if halo is not None and dhalo is not None:
+                dhalo[:, reach - j :].addcmul_(sent[:, :j], w[:, reach - j])
+                dw[:, reach - j] += (sent[:, :j] * halo[:, reach - j :]).sum((0, 1))
+        if dhalo is not None:
+            dhalo = dhalo.to(x.dtype)
+        return dx.to(x.dtype), dhalo, dw.to(weight.dtype), None
+
+
+def _convolve(x: Tensor, halo: Tensor | None, weight: Tensor, position: Tensor) -> Tensor:
+    """Pre-activation [b, t, c]; ``halo`` [b, w - 1, c] are the tokens before ``x``."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    w, t, reach = weight.to(dtype), x.shape[1], weight.shape[1] - 1
+    out = x.to(dtype) * w[:, reach]
+    for j in range(1, min(reach, t if halo is not None else t - 1) + 1):
+        # selection, not multiplication by zero: another document's infinity must not become NaN here
+        seen = (position >= j)[:, None]
+        out[:, j:].addcmul_(torch.where(seen[j:], x[:, : t - j], 0).to(dtype), w[:, reach - j])
+        if halo is not None:
+            out[:, :j].addcmul_(torch.where(seen[:j], halo[:, reach - j :], 0).to(dtype), w[:, reach - j])
+    return out
+
+
+class _HaloFromLeft(torch.autograd.Function):
+    """The last tokens of the rank before, zeros on the first rank; gradients go back the way they came."""
+
+    @staticmethod
+    def forward(ctx: Any, tail: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _shift(tail, group, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _shift(grad, ctx.group, -1), None
+
+
+def _shift(x: Tensor, group: Any, step: int) -> Tensor:
+    """Send ``x`` ``step`` ranks up, return what arrives; zeros where nothing does."""
+    rank, size = group.rank(), group.size()
+    x, received = x.contiguous(), torch.zeros_like(x, memory_format=torch.contiguous_format)
+    operations = []
+    if 0 <= rank + step < size:
+        operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=rank + step))
+    if 0 <= rank - step < size:
+        operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=rank - step))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
