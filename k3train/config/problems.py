@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,18 @@ class ConfigError(Exception):
 
 def shown(value: object, limit: int = 80) -> str:
     """Value as the user would type it, on one line and cut at ``limit`` characters."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if _is_word(value) else None  # type: ignore[arg-type]
-    if text is None:
-        text = value if isinstance(value, str) and value.isprintable() and value.strip() else repr(value)
+    text = _spelled(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _is_word(value: object) -> bool:
-    return value is None or isinstance(value, bool)
+def _spelled(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(_spelled(entry) for entry in cast('list[object]', value))}]"
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[object, object]", value).items()
+        return f"{{{', '.join(f'{_spelled(name)}: {_spelled(entry)}' for name, entry in entries)}}}"
+    if isinstance(value, str) and value.isprintable() and value.strip():
+        return value
+    return repr(value)

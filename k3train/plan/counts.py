@@ -128,9 +128,9 @@ def router_parameters(model: Model) -> int:
 def train_flops_per_token(model: Model, context: int) -> float:
     """Forward and backward FLOPs of one token in a document of ``context`` tokens.
 
-    Counts multiplications by weights, MLA's causal attention and KDA's chunked recurrence; a multiply-add is 2
-    and the backward is twice the forward. Left out: recomputation, norms, activations and the mix of attention
-    residuals, which are bound by memory. In shorter documents MLA does less than this.
+    Counts multiplications by weights, MLA's causal attention and KDA's chunked recurrence; a multiply-add
+    is 2 and the backward is twice the forward. Left out: recomputation, norms, activations and the mix of
+    attention residuals, which are bound by memory. In shorter documents MLA does less than this.
     """
     head = 2 * model.vocab_size * model.hidden_size
     forward = sum(_layer_flops(model, layer, context) for layer in range(model.num_layers)) + head
@@ -162,7 +162,7 @@ def _mla_core_flops(model: Model, context: int) -> float:
 
 
 def _kda_core_flops(model: Model) -> float:
-    """Chunked delta rule, per head: 6 d^2 for the state, 3 C d for products within a tile, C^2 for its inverse."""
+    """Chunked delta rule, per head: 6 d^2 for the state, 3 C d for a tile's products, C^2 for its inverse."""
     d, chunk = model.kda.head_dim, KDA_CHUNK_TOKENS
     return float(model.num_heads * (6 * d * d + 3 * chunk * d + chunk * chunk))
 

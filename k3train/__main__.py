@@ -1,0 +1,154 @@
+"""The command ``k3train``: thin verbs. What a verb needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from k3train.config.problems import ConfigError, ConfigProblem
+
+DONE, BAD_INPUT, ENVIRONMENT = 0, 2, 3
+RESOLVED = "run.yaml"
+
+
+def train(arguments: list[str]) -> int:
+    """Compose, check and train on this machine, or go on with a run that stopped."""
+    from k3train.config.compare import settle
+    from k3train.config.compose import compose
+
+    options = _composing("train", train).parse_intermixed_args(arguments)
+    run = compose(options.overrides, options.config_dir)
+    if run.cluster.nodes > 1:
+        rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
+        raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
+    from k3train.checkpoint.folder import committed
+    from k3train.train.launch import launch
+
+    saved = committed(Path(run.dir) / "checkpoints")
+    resolved = Path(run.dir) / RESOLVED
+    for difference in settle(run, resolved, trained_steps=saved[0][0] if saved else 0):
+        print(f"changed since the last start: {difference}", flush=True)
+    return launch(run, resolved)
+
+
+def show(arguments: list[str]) -> int:
+    """Print every setting with changes marked, the stages and the parameters."""
+    from rich.console import Console
+
+    from k3train.config.compose import compose, load_resolved
+    from k3train.config.show import print_differences, print_tree
+    from k3train.plan.summary import print_parameters, print_stages
+
+    parser = _composing("show", show)
+    parser.add_argument("--run", metavar="FILE", help="a resolved run.yaml, instead of composing")
+    parser.add_argument("--diff", action="store_true", help="only the differences")
+    parser.add_argument("--against", metavar="FILE", help="a resolved run.yaml, in the place of the defaults")
+    options = parser.parse_intermixed_args(arguments)
+    run = load_resolved(options.run) if options.run else compose(options.overrides, options.config_dir)
+    base = load_resolved(options.against) if options.against else compose([], options.config_dir)
+    console = Console()
+    if options.diff:
+        print_differences(run, base, options.against or "default", console)
+        return DONE
+    print_tree(run, base, console)
+    print_stages(run, console)
+    print_parameters(run, console)
+    return DONE
+
+
+def check(arguments: list[str]) -> int:
+    """Say everything that is wrong with a configuration, or OK."""
+    from k3train.config.compose import compose
+    from k3train.plan.summary import one_line
+
+    options = _composing("check", check).parse_intermixed_args(arguments)
+    print(f"OK  {one_line(compose(options.overrides, options.config_dir))}")
+    return DONE
+
+
+def data(arguments: list[str]) -> int:
+    """Build a corpus, verify one or show what is in one."""
+    parser = _parser("data", data)
+    parser.add_argument("action", choices=("build", "verify", "show"))
+    parser.add_argument("what", help="build: the recipe, such as tiny; verify and show: the corpus folder")
+    options, rest = parser.parse_known_args(arguments)
+    if options.action == "build":
+        return _build_corpus([options.what, *rest])
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    from k3train.data.corpus import CorpusError, read_manifest, verify
+
+    try:
+        manifest = (verify if options.action == "verify" else read_manifest)(Path(options.what))
+    except (CorpusError, OSError) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    print(f"OK  {options.what}" if options.action == "verify" else manifest)
+    return DONE
+
+
+def sample(arguments: list[str]) -> int:
+    """Continue a prompt with a trained run."""
+    parser = _parser("sample", sample)
+    parser.add_argument("run_dir", type=Path, help="directory of the run")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--tokens", type=int, default=100, help="tokens to write (default 100)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    from k3train.train.sample import sample as write
+
+    settings = {"num_tokens": options.tokens, "temperature": options.temperature, "seed": options.seed}
+    try:
+        print(write(options.run_dir, prompt=options.prompt, **settings))
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {v.__name__: v for v in (train, show, check, data, sample)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns 0 done, 1 unexpected, 2 bad input, 3 environment, 75 stopped and resumable."""
+    lines = "\n".join(f"  {name:8}{verb.__doc__}" for name, verb in VERBS.items())
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="k3train", description=f"verbs:\n{lines}", formatter_class=raw)
+    parser.add_argument("verb", choices=VERBS, metavar="verb", help="see 'k3train VERB --help'")
+    given = sys.argv[1:] if arguments is None else arguments
+    verb = parser.parse_args(given[:1]).verb
+    try:
+        return VERBS[verb](given[1:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser(name: str, verb: Callable[[list[str]], int]) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"k3train {name}", description=verb.__doc__)
+
+
+def _composing(name: str, verb: Callable[[list[str]], int]) -> argparse.ArgumentParser:
+    parser = _parser(name, verb)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="such as experiment=k3 optim.beta2=0.99"
+    )
+    parser.add_argument("--config-dir", help="folder of the configuration files")
+    return parser
+
+
+def _build_corpus(arguments: list[str]) -> int:
+    """Run the checkout's data/build.py, which is no part of the installed package."""
+    program = Path(__file__).resolve().parents[1] / "data" / "build.py"
+    if not program.is_file():
+        print(f"building a corpus needs a k3train checkout: {program} is not there", file=sys.stderr)
+        return ENVIRONMENT
+    return subprocess.run([sys.executable, str(program), *arguments], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Settings printed for people: the whole tree with changes marked, or only the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from k3train.config.build import to_plain
+from k3train.config.compare import Difference, differences
+from k3train.config.problems import shown
+from k3train.config.schema import Run
+
+MARK = "*"
+"""Stands before a setting that is not the default."""
+
+
+def print_tree(run: Run, base: Run, console: Console) -> None:
+    """Every setting of ``run``; those that differ from ``base`` are marked and show the other value."""
+    changed = {difference.key: difference for difference in differences(base, run)}
+    tree = Tree(Text(run.name, style="bold"), guide_style="dim")
+    _grow(tree, to_plain(run), "", changed)
+    console.print(tree, soft_wrap=True)
+    if changed:
+        console.print(Text(f"{MARK} differs from the default", style="dim"))
+
+
+def print_differences(run: Run, base: Run, base_name: str, console: Console) -> None:
+    """Only the settings that differ from ``base``."""
+    changed = differences(base, run)
+    if not changed:
+        console.print(f"no difference to {base_name}", soft_wrap=True, markup=False, highlight=False)
+        return
+    table = Table("setting", base_name, run.name, box=None, pad_edge=False)
+    for difference in changed:
+        table.add_row(
+            *(Text(text) for text in (difference.key, shown(difference.old), shown(difference.new)))
+        )
+    console.print(table)
+
+
+def _grow(tree: Tree, node: Mapping[str, Any], path: str, changed: dict[str, Difference]) -> None:
+    for name, value in node.items():
+        key = f"{path}.{name}" if path else name
+        if value is None and path.startswith("curriculum.stages."):
+            continue  # a stage mostly keeps the run's settings; only what it sets itself is of interest
+        if isinstance(value, Mapping) and value:
+            _grow(tree.add(Text(name, style="bold")), cast("Mapping[str, Any]", value), key, changed)
+        else:
+            tree.add(_line(name, {} if isinstance(value, Mapping) else value, changed.get(key)))
+
+
+def _line(name: str, value: object, difference: Difference | None) -> Text:
+    if difference is None:
+        return Text.assemble(f"{name}: ", (shown(value), "cyan"))
+    was = "" if difference.old is None else f"  (default {shown(difference.old)})"
+    return Text.assemble((f"{MARK} {name}: ", "yellow"), (shown(value), "bold yellow"), (was, "dim"))
