@@ -1,0 +1,84 @@
+"""What a run says about itself: one record a step, an evaluation or an event."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step. Numbers are global: over all ranks, as of the end of the step."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    """Optimizer steps of the run so far, this one included."""
+    tokens: int
+    """Tokens of the run so far, padding and all."""
+    progress: float
+    """Share of the run's tokens that are done, 0 to 1."""
+    stage: str
+    loss: float
+    """Mean next-token loss per predicted token, in nats."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    learning_rate: float
+    tokens_per_second: float
+    """Tokens of this step over step_seconds."""
+    step_seconds: float
+    """From the end of the step before (or of a pause) to the end of this one; data wait included."""
+    data_wait_seconds: float
+    """Part of step_seconds in which training stood still for data."""
+    router_max_violation: float | None = None
+    """Worst layer's (busiest expert's load) / (mean load) - 1; None without experts."""
+    router_cv: float | None = None
+    """Worst layer's coefficient of variation of expert load."""
+    dead_experts: int | None = None
+    """Experts of all layers that received no token in this step."""
+    memory_gib: float | None = None
+    """Largest device memory in use on any rank so far; None on the CPU."""
+    eta_stage_seconds: float | None = None
+    """Expected time to the end of the stage; None before a speed is known."""
+    eta_run_seconds: float | None = None
+    """Expected time to the end of the run at the present speed."""
+    skipped: bool = False
+    """The gradient was not finite and parameters were left alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalRecord:
+    """One evaluation of one held-out set at one context length."""
+
+    kind: ClassVar[str] = "eval"
+    step: int
+    tokens: int
+    stage: str
+    heldout: str
+    """Name of the held-out set."""
+    context_tokens: int
+    loss: float
+    """Mean loss per predicted token, in nats."""
+    predicted_tokens: int
+    """Over how many tokens the mean was taken."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventRecord:
+    """Something that happened once: a stage began, a checkpoint was written, the run resumed."""
+
+    kind: ClassVar[str] = "event"
+    step: int
+    tokens: int
+    event: str
+    """stage_start, stage_end, checkpoint, resume, stop, or another name the caller chooses."""
+    detail: dict[str, Any] = field(default_factory=dict)
+    """JSON data."""
+
+
+Record = StepRecord | EvalRecord | EventRecord
+
+
+def to_json(record: Record, attempt: int) -> dict[str, Any]:
+    """The record as JSON data with its kind and the attempt that wrote it."""
+    return {"kind": record.kind, "attempt": attempt, **asdict(record)}
