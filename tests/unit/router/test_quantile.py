@@ -65,8 +65,8 @@ def test_worked_example_by_the_histogram():
     expected = torch.tensor([-0.356, -0.106, 0.001, 0.072])
     expected -= expected.mean()
     torch.testing.assert_close(found, expected, atol=6e-4, rtol=0)
-    # With 8 tokens it is visible that the histogram stops at the ceil(q)-th margin, not at the (q+1)-th: loads
-    # (1, 2, 3, 2). The last token ties experts 1 and 3 (.694 - .106 = .516 + .072), so rounding decides it.
+    # With 8 tokens it is visible that the histogram stops at the ceil(q)-th margin, not at the (q+1)-th:
+    # loads (1, 2, 3, 2). Its last token ties experts 1 and 3 (.694 - .106 = .516 + .072): rounding decides.
     assert loads(SCORES, found.double(), 1) in ([1, 2, 3, 2], [1, 3, 3, 1])
     assert loads(SCORES, -found.double(), 1) == [7, 1, 0, 0]
 

@@ -165,19 +165,18 @@ def test_layers_are_told_apart():
 
 
 def test_balances_896_experts_within_six_steps_from_a_skewed_start():
-    tokens, experts, top_k, hidden = 24_576, 896, 16, 32
+    tokens, experts, top_k, hidden = 16_384, 896, 16, 32
     router = make_router(experts, top_k, hidden)
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         router.weight.normal_(std=1 / hidden**0.5, generator=g)
-        router.weight[:, 0] = (
-            torch.randn(experts, generator=g) * 0.8
-        )  # a constant input: each expert's offset
-    violations = []
-    for _ in range(5):
+        offsets = torch.randn(experts, generator=g) * 0.5
+        router.weight[:, 0] = offsets  # column of a constant input
+    violations = [float("inf")]
+    while violations[-1] >= 0.25 and len(violations) <= 6:
         x = torch.randn(tokens, hidden, generator=g)
         x[:, 0] = 1.0
         router(x)
         violations.append(update_biases([router])[1]["max_violation"])
-    assert violations[0] > 5
-    assert violations[-1] < 0.25
+    assert violations[1] > 5
+    assert violations[-1] < 0.25, violations

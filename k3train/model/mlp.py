@@ -1,0 +1,69 @@
+"""Dense feed-forward with SiTU-GLU: the leading layers' and, inside the MoE, the shared experts'."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from k3train.kernels.situ import situ_glu
+from k3train.model.config import K3Config
+
+
+class SituMlp(MegatronModule):
+    """down(SiTU-GLU(gate(x), up(x))) without biases, its inner width sharded over tp (k3 report eq. 12).
+
+    ``ffn_size`` is the whole inner width.
+    """
+
+    def __init__(self, config: K3Config, ffn_size: int, pg_collection: Any) -> None:
+        super().__init__(config)
+        assert config.init_method is not None
+        self.caps = config.k3.situ.gate_cap, config.k3.situ.up_cap
+        self.tp_group = pg_collection.tp
+        column = partial(
+            ColumnParallelLinear,
+            config.hidden_size,
+            ffn_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            disable_grad_reduce=True,
+            tp_group=self.tp_group,
+        )
+        self.gate_proj, self.up_proj = column(), column()
+        # Both read one input, so it is gathered here, once, and its gradient is reduced once.
+        self.gate_proj.sequence_parallel = self.up_proj.sequence_parallel = False
+        self.down_proj = RowParallelLinear(
+            ffn_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[s, b, hidden] -> [s, b, hidden], s sharded over tp under sequence parallelism; no bias.
+
+        Every rank of tp must call this.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        gate, _bias = self.gate_proj(hidden)
+        up, _bias = self.up_proj(hidden)
+        out, _bias = self.down_proj(situ_glu(gate, up, *self.caps))
+        return out, None

@@ -1,0 +1,69 @@
+"""Stable LatentMoE: routed experts in a narrow latent beside shared experts at full width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from k3train.kernels.packing import Packing
+from k3train.model.config import K3Config
+from k3train.model.dispatch import make_dispatch
+from k3train.model.experts import Experts
+from k3train.model.mlp import SituMlp
+from k3train.model.norm import RmsNorm
+from k3train.model.parameters import replicated_linear
+from k3train.router.router import K3Router
+
+
+class LatentMoe(MegatronModule):
+    """y = shared(x) + up(norm(sum over chosen experts of weight * expert(down(x)))), k3 report eq. 11-13.
+
+    The router and the shared experts read x at full width; tokens travel to the routed experts in the latent
+    width. No token is dropped. ``layer_number`` names the layer in the balance metrics.
+    """
+
+    def __init__(self, config: K3Config, layer_number: int, pg_collection: Any) -> None:
+        super().__init__(config)
+        if pg_collection.tp.size() > 1 and not config.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is off with {pg_collection.tp.size()} tensor-parallel ranks: each would "
+                "send the same tokens to the experts; set sequence_parallel=True"
+            )
+        moe = config.k3.moe
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.router = K3Router(config, layer_number, pg_collection)
+        self.latent_down = replicated_linear(config, config.hidden_size, moe.latent_size)
+        self.experts = Experts(config, pg_collection)
+        self.latent_norm = RmsNorm(config, moe.latent_size) if moe.latent_norm else torch.nn.Identity()
+        self.latent_up = replicated_linear(config, moe.latent_size, config.hidden_size)
+        shared_size = moe.num_shared_experts * moe.shared_ffn_size
+        self.shared = SituMlp(config, shared_size, pg_collection) if shared_size else None
+        self.dispatch = make_dispatch(config, pg_collection)
+
+    def forward(
+        self, hidden: Tensor, padding_mask: Tensor | None = None, packed_seq_params: Any = None
+    ) -> tuple[Tensor, None]:
+        """[s, b, hidden] -> [s, b, hidden], s sharded over tp under sequence parallelism; no bias.
+
+        Padding is kept out of the balance statistics: ``padding_mask``, bool [b, s] over this rank's tokens,
+        is True on it as in megatron-core; without one, a ``Packing`` given as ``packed_seq_params`` tells.
+        Every rank of tp, ep and etp must call this.
+        """
+        routes = self.router(hidden, self._valid(padding_mask, packed_seq_params))
+        latent = self.latent_down(hidden)
+        rows, counts, weights = self.dispatch.dispatch(latent.view(-1, latent.shape[-1]), routes)
+        combined = self.dispatch.combine(self.experts(rows, counts, weights)).view_as(latent)
+        out = self.latent_up(self.latent_norm(combined))
+        return (out if self.shared is None else out + self.shared(hidden)[0]), None
+
+    def _valid(self, padding_mask: Tensor | None, packed_seq_params: Any) -> Tensor | None:
+        """bool [s*b] over this rank's tokens, False on padding."""
+        if padding_mask is not None:
+            return padding_mask.transpose(0, 1).reshape(-1).logical_not()
+        if isinstance(packed_seq_params, Packing):
+            return packed_seq_params.valid.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return None
