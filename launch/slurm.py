@@ -1,0 +1,160 @@
+"""Renders the Slurm job of a run; prints it, or submits it with --submit.
+
+    python launch/slurm.py experiment=debug cluster.nodes=2 cluster.ranks_per_node=8 --submit
+
+The run is composed and checked here, on the login node. With --submit the resolved configuration and the job
+script are written to the run's folder, and the job reads them from there, as does every restart of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+from shlex import quote
+
+from k3train.config.compose import compose, save_resolved
+
+from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.schema import Cluster, Device, Run
+
+TEMPLATE = Path(__file__).with_name("slurm.sbatch")
+NODE = Path(__file__).with_name("node.py")
+RESOLVED = "run.yaml"
+JOB = "job.sbatch"
+PLAIN = re.compile(r"[\w.,:/=@+%\[\]() -]*")
+"""What may stand in an #SBATCH line: no quotes, no line breaks, nothing that a shell acts on."""
+
+
+def render(run: Run, *, grace_seconds: int, extra: list[str], python: str, folder: Path) -> str:
+    """Text of the job script. ``folder`` is the job's working directory, where relative data paths start.
+
+    ``grace_seconds`` before the time limit Slurm signals the script, which asks the ranks to save and stop.
+    ``extra`` are further sbatch options, such as ``--exclusive``. Raises ConfigError for names that an sbatch
+    line cannot hold.
+    """
+    run_dir = folder / run.dir
+    values = {
+        "directives": "\n".join(
+            f"#SBATCH {option}" for option in _options(run, run_dir, folder, grace_seconds, extra)
+        ),
+        "name": run.name,
+        "run_dir": quote(str(run_dir)),
+        "python": quote(python),
+        "node_program": quote(str(NODE)),
+        "threads": str(run.cluster.threads_per_rank),
+        "ranks": str(run.cluster.ranks_per_node),
+        "resolved": RESOLVED,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], TEMPLATE.read_text())
+
+
+def _options(run: Run, run_dir: Path, folder: Path, grace_seconds: int, extra: list[str]) -> list[str]:
+    cluster = run.cluster
+    _refuse_odd_names(run, folder, extra)
+    log = str(run_dir).replace("%", "%%")
+    options = [
+        f'--job-name="{run.name}"',
+        f"--nodes={cluster.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={_cores(cluster)}",
+        f'--chdir="{folder}"',
+        f'--output="{log}/slurm-%j.out"',
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{grace_seconds}",
+    ]
+    if run.device is not Device.cpu:
+        options.insert(4, f"--gpus-per-node={cluster.ranks_per_node}")
+    if cluster.partition:
+        options.append(f"--partition={cluster.partition}")
+    if cluster.account:
+        options.append(f"--account={cluster.account}")
+    if cluster.time_limit_minutes:
+        options.append(f"--time={cluster.time_limit_minutes}")
+    return [*options, *extra]
+
+
+def _cores(cluster: Cluster) -> int:
+    """Cores of one node's task: every rank's compute threads, and one a rank for assembling batches."""
+    return cluster.ranks_per_node * (cluster.threads_per_rank + 1)
+
+
+def _refuse_odd_names(run: Run, folder: Path, extra: list[str]) -> None:
+    named = {
+        "name": run.name,
+        "dir": run.dir,
+        "cluster.partition": run.cluster.partition,
+        "cluster.account": run.cluster.account,
+        "": str(folder),
+    }
+    texts = [*named.items(), *(("--sbatch", text) for text in extra)]
+    rule = "cannot stand in an #SBATCH line"
+    fix = "Use letters, digits, spaces and .,:/=@+%[]()-_ only"
+    problems = [
+        ConfigProblem(key, text, rule if key else f"the folder {text!r} {rule}", fix, "slurm.name")
+        for key, text in texts
+        if not PLAIN.fullmatch(text)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def submit(run: Run, script: str, folder: Path) -> int:
+    """Write the resolved run and the job script to the run's folder and hand the script to sbatch."""
+    run_dir = folder / run.dir
+    try:
+        save_resolved(run, run_dir / RESOLVED)
+    except FileExistsError:
+        fix = "submit with another name=, or without the changes to go on with that run."
+        print(f"{run_dir / RESOLVED} holds another configuration: {fix}", file=sys.stderr)
+        return 2
+    job = run_dir / JOB
+    job.write_text(script)
+    try:
+        return subprocess.run(["sbatch", str(job)], check=False).returncode
+    except FileNotFoundError:
+        print(
+            f"sbatch is not on this machine: run it where Slurm is: sbatch {quote(str(job))}", file=sys.stderr
+        )
+        return 3
+
+
+def main(arguments: list[str]) -> int:
+    """Compose, check and render; print or submit. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for k3train train")
+    parser.add_argument("--submit", action="store_true", help="submit the job instead of printing it")
+    parser.add_argument("--config-dir", help="folder of the configuration")
+    parser.add_argument(
+        "--grace-seconds", type=int, default=300, help="time to save and stop before the time limit"
+    )
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="one more sbatch option"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    folder = Path.cwd()
+    try:
+        run = compose(options.overrides, options.config_dir)
+        script = render(
+            run,
+            grace_seconds=options.grace_seconds,
+            extra=options.sbatch,
+            python=sys.executable,
+            folder=folder,
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.submit:
+        return submit(run, script, folder)
+    print(script, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,266 @@
+"""The Slurm job: its rendered text, and the script itself run under a small Slurm made of shell programs.
+
+Only Slurm's commands and the training program are stand-ins; the script, its signals, and node.py with
+torch's elastic agent are real.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import node
+import pytest
+import slurm
+
+from k3train.config.problems import ConfigError
+from k3train.config.schema import Cluster, Device, Run
+
+
+def run_of(**cluster: object) -> Run:
+    return Run(name="long run", dir="runs/long run", cluster=Cluster(**cluster))  # type: ignore[arg-type]
+
+
+def render(run: Run, folder: Path, **changes: object) -> str:
+    arguments = {"grace_seconds": 300, "extra": [], "python": sys.executable, "folder": folder} | changes
+    return slurm.render(run, **arguments)  # type: ignore[arg-type]
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_directives_say_what_the_cluster_settings_say() -> None:
+    run = run_of(
+        nodes=4, ranks_per_node=8, threads_per_rank=2, partition="gpu", account="lab", time_limit_minutes=90
+    )
+    text = render(run, Path("/home/me/k3 100%"), extra=["--exclusive"])
+    assert text.startswith("#!/bin/bash\n#SBATCH ")
+    assert directives(text) == [
+        '--job-name="long run"',
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=24",
+        "--gpus-per-node=8",
+        '--chdir="/home/me/k3 100%"',
+        '--output="/home/me/k3 100%%/runs/long run/slurm-%j.out"',
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@300",
+        "--partition=gpu",
+        "--account=lab",
+        "--time=90",
+        "--exclusive",
+    ]
+    assert "{{" not in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_cpu_run_asks_for_no_gpu_and_unset_settings_for_nothing() -> None:
+    run = run_of()
+    run.device = Device.cpu
+    options = " ".join(directives(render(run, Path("/w"))))
+    for absent in ("--gpus", "--partition", "--account", "--time"):
+        assert absent not in options
+
+
+@pytest.mark.parametrize("bad", ["a\n#SBATCH --uid=0", 'a" --uid=0', "$(id)", "a;b"])
+def test_names_that_would_change_the_script_are_refused(bad: str) -> None:
+    run = run_of(partition=bad)
+    run.name = bad
+    with pytest.raises(ConfigError) as error:
+        render(run, Path("/w"))
+    assert [problem.key for problem in error.value.problems] == ["name", "cluster.partition"]
+
+
+# ------------------------------------------------------------------------------- a Slurm for one machine
+
+SRUN = """#!/bin/bash
+# Starts the command once per node; when one has ended, gives the others a moment and then signals them, as
+# srun --wait does; ends with the highest exit code.
+case "$1" in --wait=*) shift ;; *) exit 99 ;; esac
+for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
+  SLURM_NODEID=$node SLURMD_NODENAME=localhost "$@" &
+  pids="$pids $!"
+done
+wait -n
+highest=$?
+sleep 0.5
+kill -TERM $pids 2>/dev/null && sleep 0.5 && kill -TERM $pids 2>/dev/null
+for pid in $pids; do
+  wait "$pid"
+  code=$?
+  if [ "$code" -gt "$highest" ]; then highest=$code; fi
+done
+exit "$highest"
+"""
+
+SCONTROL = """#!/bin/bash
+if [ "$1 $2" = "show hostnames" ]; then echo localhost; exit; fi
+echo "scontrol $*" >> "$SLURM_LOG"
+"""
+
+SBATCH = """#!/bin/bash
+echo "sbatch $*" >> "$SLURM_LOG"
+"""
+
+# Trains until the stop file is there, and saves a checkpoint on the way out, as ranks do.
+TRAINING = """
+import os, pathlib, sys, time
+run_dir = pathlib.Path(sys.argv[-1]).parent
+rank, size, life = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
+with open(run_dir / "lives", "a") as file:
+    file.write(f"{life} rank {rank}/{size} threads {os.environ['OMP_NUM_THREADS']}\\n")
+what = (run_dir / "what").read_text()
+if what == "finish":
+    sys.exit(0)
+if what == "fail":
+    sys.exit(2) if rank == "1" else time.sleep(60)
+while not (run_dir / "STOP").exists():
+    time.sleep(0.02)
+if what == "save":
+    (run_dir / "checkpoints" / f"step_{time.monotonic_ns():024d}").mkdir(parents=True)
+sys.exit(75)
+"""
+
+
+class FakeSlurm:
+    """One machine that plays a Slurm cluster."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.nodes = nodes
+        self.folder = folder / "work place"
+        self.run_dir = self.folder / "runs/long run"
+        self.bin = folder / "bin"
+        self.log = folder / "slurm.log"
+        self.run_dir.mkdir(parents=True)
+        self.bin.mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sbatch", SBATCH)):
+            (self.bin / name).write_text(text)
+            (self.bin / name).chmod(0o755)
+        package = self.folder / "k3train"
+        package.mkdir()
+        (package / "train.py").write_text(TRAINING)
+        (self.run_dir / "run.yaml").write_text("name: long run\n")
+        run = run_of(nodes=nodes, ranks_per_node=1, threads_per_rank=3)
+        run.device = Device.cpu
+        self.script = self.folder / "job.sbatch"
+        self.script.write_text(render(run, self.folder))
+
+    def start(self, what: str, **variables: str) -> subprocess.Popen[str]:
+        """Start the job script as slurmd does; ``what`` the training does is one of TRAINING's words."""
+        (self.run_dir / "what").write_text(what)
+        environment = os.environ | {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder),
+            "SLURM_LOG": str(self.log),
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_JOB_NUM_NODES": str(self.nodes),
+            **variables,
+        }
+        return subprocess.Popen(
+            ["bash", str(self.script)],
+            cwd=self.folder,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def lives(self) -> list[str]:
+        """What each rank that started has written, sorted."""
+        file = self.run_dir / "lives"
+        return sorted(file.read_text().splitlines()) if file.exists() else []
+
+    def asked(self) -> str:
+        """What Slurm was asked to do."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> FakeSlurm:
+    return FakeSlurm(tmp_path, nodes=1)
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> FakeSlurm:
+    return FakeSlurm(tmp_path, nodes=2)
+
+
+def wait_for_ranks(cluster: FakeSlurm, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while len(cluster.lives()) < cluster.nodes:
+        assert time.monotonic() < deadline, "the ranks did not start"
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.05)
+
+
+def end(job: subprocess.Popen[str]) -> str:
+    return job.communicate(timeout=60)[0]
+
+
+def test_the_time_limit_stops_saves_and_requeues_and_the_next_start_finishes(two_nodes: FakeSlurm) -> None:
+    job = two_nodes.start("save")
+    wait_for_ranks(two_nodes, job)
+    job.send_signal(signal.SIGUSR1)
+    output = end(job)
+    assert job.returncode == 0, output
+    assert two_nodes.asked() == f"scontrol requeue {os.getpid()}\n"
+    first = f"{os.getpid()}-0"
+    assert two_nodes.lives() == [f"{first} rank {rank}/2 threads 3" for rank in (0, 1)]
+
+    assert (two_nodes.run_dir / "STOP").exists()
+    job = two_nodes.start("finish", SLURM_RESTART_COUNT="1")
+    output = end(job)
+    assert job.returncode == 0, output
+    assert not (two_nodes.run_dir / "STOP").exists()
+    assert "ended with code 0, checkpoint step_" in output
+    assert len(two_nodes.lives()) == 4
+    assert two_nodes.asked().count("requeue") == 1
+
+
+def test_a_stop_that_saved_nothing_is_not_requeued(cluster: FakeSlurm) -> None:
+    job = cluster.start("stop")
+    wait_for_ranks(cluster, job)
+    job.send_signal(signal.SIGUSR1)
+    output = end(job)
+    assert job.returncode == 1
+    assert "this start saved no checkpoint" in output
+    assert cluster.asked() == ""
+
+
+def test_sigterm_to_the_script_saves_and_ends(cluster: FakeSlurm) -> None:
+    job = cluster.start("save")
+    wait_for_ranks(cluster, job)
+    job.send_signal(signal.SIGTERM)
+    output = end(job)
+    assert job.returncode == 0, output
+    assert len(list((cluster.run_dir / "checkpoints").iterdir())) == 1
+    assert cluster.asked() == ""
+
+
+def test_a_failed_rank_ends_the_job_and_is_not_requeued(two_nodes: FakeSlurm) -> None:
+    job = two_nodes.start("fail")
+    output = end(job)
+    assert job.returncode == 2, output
+    assert two_nodes.asked() == ""
+
+
+def test_a_job_without_its_resolved_run_says_so(cluster: FakeSlurm) -> None:
+    (cluster.run_dir / "run.yaml").unlink()
+    job = cluster.start("finish")
+    assert "run.yaml is missing: submit with" in end(job)
+    assert job.returncode == 2
+    assert cluster.lives() == []
+
+
+def test_the_exit_code_of_a_node() -> None:
+    assert node.exit_code([75, 75]) == 75
+    assert node.exit_code([75, 2, -15]) == 2
+    assert node.exit_code([75, -9]) == 1
+    assert node.exit_code([-9]) == 1
