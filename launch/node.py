@@ -1,7 +1,7 @@
 """Starts one node's ranks and meets the other nodes: torchrun, except that the ranks' exit code survives.
 
 torchrun ends with 1 whatever its ranks ended with, and 30 seconds after SIGTERM it kills them, saved or not.
-Here a signal makes the run's stop file, which the ranks look for, and exit code 75 ("stopped, start me again")
+Here a signal makes the run's stop file, which the ranks look for, and exit code 75 ("stopped, start again")
 reaches the batch script. launch/slurm.py renders the call; every node of the job makes it once.
 """
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from shlex import quote
 
 from k3train.config.compose import compose, save_resolved
-
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
 
@@ -122,13 +121,8 @@ def submit(run: Run, script: str, folder: Path) -> int:
         return 3
 
 
-def main(arguments: list[str]) -> int:
-    """Compose, check and render; print or submit. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for k3train train")
-    parser.add_argument("--submit", action="store_true", help="submit the job instead of printing it")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a job, which a sweep has too."""
     parser.add_argument("--config-dir", help="folder of the configuration")
     parser.add_argument(
         "--grace-seconds", type=int, default=300, help="time to save and stop before the time limit"
@@ -136,6 +130,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more sbatch option"
     )
+
+
+def main(arguments: list[str]) -> int:
+    """Compose, check and render; print or submit. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for k3train train")
+    parser.add_argument("--submit", action="store_true", help="submit the job instead of printing it")
+    add_options(parser)
     options = parser.parse_intermixed_args(arguments)
     folder = Path.cwd()
     try:

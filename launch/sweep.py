@@ -1,0 +1,177 @@
+"""Runs or submits one run for every combination of comma-separated values.
+
+    python launch/sweep.py experiment=debug optim.learning_rate=1e-3,2e-3 seed=1,2
+
+Each point is a run of its own: own folder <dir>-sweep/<point>, own processes, own checkpoints. Points run one
+after another on this machine, or with --slurm as one job each. The same command again goes on where it was.
+Commas in quotes, brackets and braces belong to the value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import slurm
+
+from k3train.config.compose import compose
+from k3train.config.problems import ConfigError
+from k3train.config.schema import Run
+
+STOPPED = 75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One run of the sweep."""
+
+    name: str
+    """What distinguishes it, as a folder name."""
+    overrides: list[str]
+    """All its overrides, with its own name and dir."""
+    run: Run
+
+
+def split_values(text: str) -> list[str]:
+    """``text`` at its commas, save those in quotes, brackets or braces."""
+    values, start, depth, quote = [], 0, 0, ""
+    for position, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            values.append(text[start:position])
+            start = position + 1
+    return [*values, text[start:]]
+
+
+def combinations(overrides: list[str]) -> list[tuple[list[str], list[tuple[str, str]]]]:
+    """Every combination of values, the last key fastest: (overrides, the varied ones as (key, value))."""
+    choices = []
+    for override in overrides:
+        key, equals, values = override.partition("=")
+        choices.append([(key, equals, value) for value in split_values(values)])
+    varied = [len(choice) > 1 for choice in choices]
+    return [
+        (
+            [key + equals + value for key, equals, value in point],
+            [(key, value) for (key, _, value), varies in zip(point, varied, strict=True) if varies],
+        )
+        for point in itertools.product(*choices)
+    ]
+
+
+def point_name(varied: list[tuple[str, str]]) -> str:
+    """Folder name of a point: keys, as short as they stay distinct, and values. The same in every sweep."""
+    last = [key.rpartition(".")[2] for key, _ in varied]
+    keys = last if len(set(last)) == len(last) else [key for key, _ in varied]
+    full = "_".join(f"{key}-{value}" for key, (_, value) in zip(keys, varied, strict=True))
+    plain = re.sub(r"[^\w.+-]", "-", full)
+    if plain == full and len(plain) <= 100:
+        return plain
+    # Different values may look alike once they are plain.
+    return f"{plain[:90]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def points(overrides: list[str], config_dir: str | None) -> list[Point]:
+    """Compose and check every point. Raises ConfigError with the problems of the first that has any."""
+    found = []
+    for settings, varied in combinations(overrides):
+        base = compose(settings, config_dir)
+        name = point_name(varied) if varied else "only"
+        own = [f"name={base.name}-sweep/{name}", f"dir={base.dir}-sweep/{name}"]
+        kept = [setting for setting in settings if setting.partition("=")[0] not in ("name", "dir")]
+        found.append(Point(name=name, overrides=[*kept, *own], run=compose([*kept, *own], config_dir)))
+    return found
+
+
+def run_here(sweep: list[Point], config_dir: str | None) -> int:
+    """Train the points one after another; a point that fails does not keep the others from running."""
+    codes: dict[str, int] = {}
+    for number, point in enumerate(sweep, 1):
+        print(f"== {number}/{len(sweep)} {point.name} in {point.run.dir}", flush=True)
+        more = ["--config-dir", config_dir] if config_dir else []
+        codes[point.name] = run_one([sys.executable, "-m", "k3train", "train", *point.overrides, *more])
+        if codes[point.name] == STOPPED:
+            print("stopped; the same command again goes on here")
+            return STOPPED
+    print("== summary")
+    for point in sweep:
+        code = codes[point.name]
+        print(f"{'done' if code == 0 else f'failed with code {code}':>20}  {point.run.dir}")
+    return max(codes.values())
+
+
+def run_one(command: list[str]) -> int:
+    """Run a command in its own session, so that a signal reaches it once, from here; returns its code."""
+    process = subprocess.Popen(command, start_new_session=True)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def submit(sweep: list[Point], options: argparse.Namespace) -> int:
+    """Print or submit one Slurm job per point; stops at the first that cannot be submitted."""
+    folder = Path.cwd()
+    for point in sweep:
+        script = slurm.render(
+            point.run,
+            grace_seconds=options.grace_seconds,
+            extra=options.sbatch,
+            python=sys.executable,
+            folder=folder,
+        )
+        if not options.submit:
+            print(script)
+        elif code := slurm.submit(point.run, script, folder):
+            return code
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Compose and check all points, then run, print or submit them. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="+", metavar="key=value[,value...]")
+    parser.add_argument("--list", action="store_true", help="print the points and their folders only")
+    parser.add_argument("--slurm", action="store_true", help="print one Slurm job per point")
+    parser.add_argument("--submit", action="store_true", help="with --slurm: submit them")
+    slurm.add_options(parser)
+    options = parser.parse_intermixed_args(arguments)
+    if options.submit and not options.slurm:
+        parser.error("--submit needs --slurm")
+    try:
+        sweep = points(options.overrides, options.config_dir)
+        if options.list:
+            print("\n".join(f"{point.run.dir}  {' '.join(point.overrides)}" for point in sweep))
+            return 0
+        return submit(sweep, options) if options.slurm else run_here(sweep, options.config_dir)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""The sweep: its points, their folders, and that each is trained once by a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sweep
+
+from k3train.config.problems import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_commas_separate_values_except_inside_quotes_and_brackets() -> None:
+    assert sweep.split_values("1e-3,2e-3") == ["1e-3", "2e-3"]
+    assert sweep.split_values("[1,2],[3]") == ["[1,2]", "[3]"]
+    assert sweep.split_values("{a: 1, b: [2,3]}") == ["{a: 1, b: [2,3]}"]
+    assert sweep.split_values("'a,b',\"c,d\"") == ["'a,b'", '"c,d"']
+    assert sweep.split_values("") == [""]
+
+
+def test_every_combination_is_a_point_with_its_own_name_and_folder() -> None:
+    found = sweep.points(["experiment=debug", "optim.learning_rate=1e-3,2e-3", "seed=1,2"], None)
+    assert [point.run.dir for point in found] == [
+        f"runs/debug-sweep/learning_rate-{rate}_seed-{seed}" for rate in ("1e-3", "2e-3") for seed in (1, 2)
+    ]
+    assert [(point.run.optim.learning_rate, point.run.seed) for point in found] == [
+        (1e-3, 1),
+        (1e-3, 2),
+        (2e-3, 1),
+        (2e-3, 2),
+    ]
+
+
+def test_a_name_and_folder_of_one_s_own_are_the_stem_of_the_points() -> None:
+    found = sweep.points(["name=mine", "dir=/data/x", "seed=1,2"], None)
+    assert [(point.run.name, point.run.dir) for point in found] == [
+        ("mine-sweep/seed-1", "/data/x-sweep/seed-1"),
+        ("mine-sweep/seed-2", "/data/x-sweep/seed-2"),
+    ]
+
+
+def test_point_names_are_plain_distinct_and_stable() -> None:
+    assert sweep.point_name([("optim.beta1", "0.9"), ("optim.beta2", "0.95")]) == "beta1-0.9_beta2-0.95"
+    assert sweep.point_name([("a.x", "1"), ("b.x", "2")]) == "a.x-1_b.x-2"
+    names = {sweep.point_name([("model.mla_layers", value)]) for value in ("[1,2]", "[1-2]", "'1,2'")}
+    assert len(names) == 3
+    assert all("/" not in name and " " not in name and len(name) <= 100 for name in names)
+    assert len(sweep.point_name([("name", "x" * 300)])) <= 100
+
+
+def test_a_wrong_point_stops_the_sweep_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="Did you mean seed"):
+        sweep.points(["optim.learning_rate=1e-3,2e-3", "sed=1,2"], None)
+
+
+# A Python that instead of training writes what it was asked and ends as its seed says.
+STAND_IN = """#!{python}
+import json, os, sys, time
+with open(os.environ["SWEEP_LOG"], "a") as file:
+    file.write(json.dumps([os.getsid(0) == os.getpid(), *sys.argv[1:]]) + "\\n")
+if "seed=2" in sys.argv:
+    sys.exit(3)
+if "seed=4" in sys.argv:
+    import signal
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
+    print("training", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    program = tmp_path / "python"
+    program.write_text(STAND_IN.format(python=sys.executable))
+    program.chmod(0o755)
+    return program
+
+
+def start(stand_in: Path, *arguments: str) -> subprocess.Popen[str]:
+    code = f"import sys, sweep; sys.executable = {str(stand_in)!r}; sys.exit(sweep.main(sys.argv[1:]))"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launch")])
+    environment = os.environ | {"PYTHONPATH": path, "SWEEP_LOG": str(stand_in.with_name("log"))}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], env=environment, text=True, stdout=subprocess.PIPE
+    )
+
+
+def asked(stand_in: Path) -> list[list[object]]:
+    return [json.loads(line) for line in stand_in.with_name("log").read_text().splitlines()]
+
+
+def test_points_run_one_by_one_and_a_failure_does_not_keep_the_next_from_running(stand_in: Path) -> None:
+    process = start(stand_in, "seed=1,2,3")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 3
+    assert asked(stand_in) == [
+        [
+            True,
+            "-m",
+            "k3train",
+            "train",
+            f"seed={n}",
+            f"name=debug-sweep/seed-{n}",
+            f"dir=runs/debug-sweep/seed-{n}",
+        ]
+        for n in (1, 2, 3)
+    ]
+    assert [line.split() for line in output.splitlines()[-3:]] == [
+        ["done", "runs/debug-sweep/seed-1"],
+        ["failed", "with", "code", "3", "runs/debug-sweep/seed-2"],
+        ["done", "runs/debug-sweep/seed-3"],
+    ]
+
+
+def test_an_interrupt_reaches_the_running_point_and_ends_the_sweep(stand_in: Path) -> None:
+    process = start(stand_in, "seed=4,5")
+    assert process.stdout is not None
+    while "training" not in process.stdout.readline():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75
+    assert "the same command again goes on here" in output
+    assert len(asked(stand_in)) == 1
+
+
+def test_slurm_renders_one_job_per_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main(["seed=1,2", "--slurm", "--sbatch=--exclusive"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("#!/bin/bash\n") == 2
+    assert printed.count("#SBATCH --exclusive\n") == 2
+    for seed in (1, 2):
+        assert f'#SBATCH --job-name="debug-sweep/seed-{seed}"' in printed
