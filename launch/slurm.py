@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from shlex import quote
 
-from k3train.config.compose import compose, save_resolved
+from k3train.config.compare import settle
+from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
 
@@ -102,14 +103,13 @@ def _refuse_odd_names(run: Run, folder: Path, extra: list[str]) -> None:
 
 
 def submit(run: Run, script: str, folder: Path) -> int:
-    """Write the resolved run and the job script to the run's folder and hand the script to sbatch."""
+    """Write the resolved run and the job script to the run's folder and hand the script to sbatch.
+
+    Raises ConfigError when the folder holds another run.
+    """
     run_dir = folder / run.dir
-    try:
-        save_resolved(run, run_dir / RESOLVED)
-    except FileExistsError:
-        fix = "submit with another name=, or without the changes to go on with that run."
-        print(f"{run_dir / RESOLVED} holds another configuration: {fix}", file=sys.stderr)
-        return 2
+    for difference in settle(run, run_dir / RESOLVED, trained_steps=_trained_steps(run_dir)):
+        print(f"changed since the last start: {difference}")
     job = run_dir / JOB
     job.write_text(script)
     try:
@@ -132,6 +132,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _trained_steps(run_dir: Path) -> int:
+    names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
+    return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
+
+
 def main(arguments: list[str]) -> int:
     """Compose, check and render; print or submit. Returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -151,11 +156,11 @@ def main(arguments: list[str]) -> int:
             python=sys.executable,
             folder=folder,
         )
+        if options.submit:
+            return submit(run, script, folder)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.submit:
-        return submit(run, script, folder)
     print(script, end="")
     return 0
 

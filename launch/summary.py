@@ -1,0 +1,168 @@
+"""What a run has reached: each stage's losses, where its files lie, and what to do next.
+
+python launch/summary.py experiment=debug            a table
+python launch/summary.py experiment=debug --state    new, interrupted or finished, and the folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from k3train.config.compose import compose
+from k3train.config.problems import ConfigError
+from k3train.config.schema import Run
+from k3train.curriculum.stages import StagePlan, stage_table
+
+METRICS = "metrics.jsonl"
+CHECKPOINT = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSummary:
+    """One stage as far as it has come. A pair is (at its start, at its latest point), None until known."""
+
+    plan: StagePlan
+    steps: int
+    """Steps done."""
+    heldout: dict[str, tuple[float | None, float | None]]
+    """Loss of each held-out set at the stage's context length, in nats per predicted token."""
+    tokens_per_second: float | None
+    """Over the stage's steps, pauses for evaluation and checkpoints left out."""
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl, those of steps that were trained twice only once: as trained last.
+
+    A line that is cut short is passed over.
+    """
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            same = tuple(record.get(key) for key in ("kind", "step", "event", "heldout", "context_tokens"))
+        except (ValueError, AttributeError):
+            continue
+        latest[same] = record
+    return list(latest.values())
+
+
+def summarise(run: Run, records: Iterable[dict[str, Any]]) -> list[StageSummary]:
+    """Summary of every stage of ``run``, from its records."""
+    records = list(records)
+    evaluations = [record for record in records if record.get("kind") == "eval"]
+    steps = [record for record in records if record.get("kind") == "step"]
+    return [
+        StageSummary(
+            plan=plan,
+            steps=sum(record["stage"] == plan.name for record in steps),
+            heldout={name: _first_and_last(plan, name, evaluations) for name in run.data.heldout},
+            tokens_per_second=_speed(plan, steps),
+        )
+        for plan in stage_table(run)
+    ]
+
+
+def _first_and_last(
+    plan: StagePlan, heldout: str, evaluations: list[dict[str, Any]]
+) -> tuple[float | None, float | None]:
+    """Loss where the stage began (evaluated one stage ahead) or soon after, and its latest loss."""
+    here = sorted(
+        (record["tokens"], _number(record["loss"]))
+        for record in evaluations
+        if record["heldout"] == heldout
+        and record["context_tokens"] == plan.stage.context_tokens
+        and record["tokens"] <= plan.end_tokens
+    )
+    before = [loss for tokens, loss in here if tokens <= plan.start_tokens]
+    within = [loss for tokens, loss in here if tokens > plan.start_tokens]
+    first = before[-1] if before else within[0] if len(within) > 1 else None
+    return first, within[-1] if within else None
+
+
+def _speed(plan: StagePlan, steps: list[dict[str, Any]]) -> float | None:
+    seconds = sum(record["step_seconds"] for record in steps if record["stage"] == plan.name)
+    tokens = sum(plan.stage.batch_tokens for record in steps if record["stage"] == plan.name)
+    return tokens / seconds if seconds > 0 else None
+
+
+def _number(value: float | str) -> float:
+    """A loss; the file spells what JSON cannot hold as float:nan and float:inf."""
+    return float(value.removeprefix("float:")) if isinstance(value, str) else value
+
+
+def checkpoints(run: Run) -> list[Path]:
+    """The run's checkpoints, oldest first."""
+    folder = Path(run.dir) / "checkpoints"
+    found = [path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    matched = CHECKPOINT.fullmatch(path.name)
+    assert matched
+    return int(matched[1])
+
+
+def state(run: Run) -> str:
+    """``new`` without a checkpoint, ``finished`` with one of the last step, else ``interrupted``."""
+    saved = checkpoints(run)
+    if not saved:
+        return "new"
+    return "finished" if _step(saved[-1]) >= stage_table(run)[-1].end_step else "interrupted"
+
+
+def print_summary(run: Run, console: Console) -> None:
+    """Print the table of stages and the run's files."""
+    table = Table(title=f"{run.name}: {state(run)}", title_justify="left")
+    for heading in ("stage", "context", "steps", "held-out", "loss: start", "end", "tokens/s"):
+        table.add_column(heading, justify="left" if heading in ("stage", "held-out") else "right")
+    for stage in summarise(run, read_records(Path(run.dir) / METRICS)):
+        speed = "" if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}"
+        context, steps = f"{stage.plan.stage.context_tokens:,}", f"{stage.steps}/{stage.plan.steps}"
+        cells = [stage.plan.name, context, steps]
+        for heldout, losses in stage.heldout.items():
+            shown = ("" if loss is None else f"{loss:.3f}" for loss in losses)
+            table.add_row(*cells, heldout, *shown, speed)
+            cells, speed = ["", "", ""], ""
+    console.print(table)
+    for path in checkpoints(run):
+        console.print(f"checkpoint  {path}", soft_wrap=True, highlight=False)
+    console.print(f"metrics     {Path(run.dir) / METRICS}", soft_wrap=True, highlight=False)
+    console.print(f"settings    {Path(run.dir) / 'run.yaml'}", soft_wrap=True, highlight=False)
+
+
+def main(arguments: list[str]) -> int:
+    """Compose the run to find its folder, and print its summary or state."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as the run was started with")
+    parser.add_argument(
+        "--state", action="store_true", help="print new, interrupted or finished, and the folder"
+    )
+    parser.add_argument("--config-dir", help="folder of the configuration")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        run = compose(options.overrides, options.config_dir)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.state:
+        print(state(run), run.dir)
+    else:
+        print_summary(run, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""The summary of a run, from files as a run writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import summary
+from rich.console import Console
+
+from k3train.config.compose import compose
+from k3train.config.schema import Run
+from k3train.curriculum.stages import stage_table
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return compose(["experiment=debug", f"dir={tmp_path / 'run'}"])
+
+
+def write(run: Run, *records: dict[str, Any], tail: str = "") -> None:
+    path = Path(run.dir) / "metrics.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+
+
+def evaluation(tokens: int, context: int, loss: float | str, attempt: int = 1) -> dict[str, Any]:
+    return {
+        "kind": "eval",
+        "attempt": attempt,
+        "step": tokens,
+        "tokens": tokens,
+        "stage": "any",
+        "heldout": "heldout",
+        "context_tokens": context,
+        "loss": loss,
+    }
+
+
+def step(number: int, stage: str, seconds: float, attempt: int = 1) -> dict[str, Any]:
+    return {"kind": "step", "attempt": attempt, "step": number, "stage": stage, "step_seconds": seconds}
+
+
+def test_a_stage_starts_where_it_was_evaluated_one_ahead_and_ends_at_its_last_evaluation(run: Run) -> None:
+    first, second, *_ = stage_table(run)
+    short, long = first.stage.context_tokens, second.stage.context_tokens
+    write(
+        run,
+        evaluation(0, short, 8.3),
+        evaluation(first.end_tokens, short, 5.0),
+        evaluation(first.end_tokens, long, 5.2),
+        evaluation(second.end_tokens, long, 4.5),
+        evaluation(second.end_tokens, short, 1.0),
+    )
+    one, two, three, _ = summary.summarise(run, summary.read_records(Path(run.dir) / "metrics.jsonl"))
+    assert one.heldout == {"heldout": (8.3, 5.0)}
+    assert two.heldout == {"heldout": (5.2, 4.5)}
+    assert three.heldout == {"heldout": (None, None)}
+
+
+def test_steps_trained_twice_count_once_as_trained_last_and_a_cut_line_is_passed_over(run: Run) -> None:
+    first = stage_table(run)[0]
+    write(
+        run,
+        step(1, first.name, 1.0),
+        step(2, first.name, 100.0),
+        step(2, first.name, 3.0, attempt=2),
+        evaluation(first.end_tokens, first.stage.context_tokens, "float:nan"),
+        evaluation(first.end_tokens, first.stage.context_tokens, 4.0, attempt=2),
+        tail='{"kind": "step", "st',
+    )
+    one = summary.summarise(run, summary.read_records(Path(run.dir) / "metrics.jsonl"))[0]
+    assert one.steps == 2
+    assert one.tokens_per_second == 2 * first.stage.batch_tokens / 4.0
+    assert one.heldout["heldout"] == (None, 4.0)
+
+
+def test_the_state_comes_from_the_newest_complete_checkpoint(run: Run) -> None:
+    folder = Path(run.dir) / "checkpoints"
+    assert summary.state(run) == "new"
+    (folder / "step_00000054.tmp-abc").mkdir(parents=True)
+    assert summary.state(run) == "new"
+    (folder / "step_00000009").mkdir()
+    assert summary.state(run) == "interrupted"
+    (folder / f"step_{stage_table(run)[-1].end_step:08d}").mkdir()
+    assert summary.state(run) == "finished"
+    assert summary.checkpoints(run)[0].name == "step_00000009"
+
+
+def test_the_table_names_every_stage_and_file(run: Run) -> None:
+    plan = stage_table(run)[0]
+    write(run, evaluation(0, plan.stage.context_tokens, 8.25), step(1, plan.name, 2.0))
+    console = Console(width=100, record=True, force_terminal=False, quiet=False)
+    with console.capture() as shown:
+        summary.print_summary(run, console)
+    text = shown.get()
+    assert all(plan.name in text for plan in stage_table(run))
+    assert f"1/{plan.steps}" in text
+    assert f"{run.dir}/metrics.jsonl" in text
