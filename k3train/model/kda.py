@@ -1,0 +1,232 @@
+"""The Kimi Delta Attention layer (k3 report section 2.1), heads sharded over tensor parallel ranks.
+
+It is a megatron-core ``self_attention`` module. Under tensor parallelism the input is gathered along the
+sequence once; projections then read it without collectives of their own, and one reduce-scatter in the
+backward pass sums what they send back.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+from k3train.config import schema
+from k3train.kernels.gated_norm import gated_rms_norm
+from k3train.kernels.kda.choose import kda
+from k3train.kernels.packing import Packing, make_packing
+from k3train.kernels.short_conv import short_conv
+
+_HEAD_SHARDED = ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv")
+"""Own parameters of which each tensor-parallel rank holds its heads' rows."""
+
+
+class KdaAttention(MegatronModule):
+    """Linear attention with a per-channel bounded decay, short convolutions and an output gate.
+
+    Settings come from ``settings``, else from ``config.k3.kda``. ``A_log``, ``dt_bias``, the convolutions and
+    ``o_norm`` are fp32 whatever ``config.params_dtype`` is.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: Any,
+        *,
+        settings: schema.Kda | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.settings = settings or config.k3.kda  # pyright: ignore[reportAttributeAccessIssue]
+        self.layer_number = layer_number
+        self.tp, self.cp = pg_collection.tp, pg_collection.cp
+        heads = config.num_attention_heads
+        if heads % self.tp.size():
+            raise ValueError(f"{heads} heads cannot be shared by parallel.tp = {self.tp.size()} ranks")
+        if self.tp.size() > 1 and not config.sequence_parallel:
+            raise ValueError(
+                "tensor parallel KDA needs sequence_parallel=True: its replicated weights rely on it"
+            )
+        self.local_heads = heads // self.tp.size()
+
+        self._make_projections(config)
+        self._make_head_parameters()
+        # Replicated, but each rank's gradient covers only its own heads: megatron-core sums gradients of
+        # parameters with this mark over tensor-parallel ranks.
+        for parameter in (self.f_a.weight, self.o_norm):
+            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore
+
+    def _make_projections(self, config: TransformerConfig) -> None:
+        init, init_out = config.init_method, config.output_layer_init_method
+        assert init is not None
+        assert init_out is not None
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        width, rank = heads * self.settings.head_dim, self.settings.decay_rank
+        # Columns read a tensor that is already gathered: they must neither gather nor reduce.
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+
+        def column(inputs: int, outputs: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                inputs,
+                outputs,
+                config=plain,
+                init_method=init,
+                bias=False,
+                gather_output=False,
+                disable_grad_reduce=True,
+                tp_group=self.tp,
+            )
+
+        self.q_proj, self.k_proj, self.v_proj = (column(hidden, width) for _ in range(3))
+        self.g_proj, self.b_proj, self.f_b = column(hidden, width), column(hidden, heads), column(rank, width)
+        device = torch.cuda.current_device()
+        self.f_a = nn.Linear(hidden, rank, bias=False, device=device, dtype=config.params_dtype)
+        init(self.f_a.weight)
+        self.o_proj = RowParallelLinear(
+            width,
+            hidden,
+            config=config,
+            init_method=init_out,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp,
+        )
+
+    def _make_head_parameters(self) -> None:
+        def ones(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.ones(*shape, device=torch.cuda.current_device(), dtype=torch.float32))
+
+        channels, taps = self.local_heads * self.settings.head_dim, self.settings.conv_kernel
+        self.A_log, self.dt_bias = ones(self.local_heads), ones(channels)
+        self.q_conv, self.k_conv, self.v_conv = (ones(channels, taps) for _ in range(3))
+        self.o_norm = ones(self.settings.head_dim)
+        for name in _HEAD_SHARDED:
+            set_tensor_model_parallel_attributes(getattr(self, name), is_parallel=True, dim=0, stride=1)
+        tracker = get_cuda_rng_tracker()
+        assert tracker is not None
+        with tracker.fork():
+            self._initialise_heads()
+
+    @torch.no_grad()
+    def _initialise_heads(self) -> None:
+        """A = 1, and a bias whose softplus is log-uniform: half-lives from 1.5 to 139 tokens at the defaults.
+
+        k3 report section 2.1 with the bias of Mamba-2; a zero bias would forget everything within a token.
+        Loading a checkpoint overwrites all of it.
+        """
+        self.A_log.zero_()
+        low, high = math.log(self.settings.dt_min), math.log(self.settings.dt_max)
+        dt = self.dt_bias.uniform_(low, high).exp()
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        bound = self.settings.conv_kernel**-0.5
+        for weight in (self.q_conv, self.k_conv, self.v_conv):
+            weight.uniform_(-bound, bound)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Packing | PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend: [s, b, hidden] -> the same shape, and no bias.
+
+        s is this rank's share of the sequence: contiguous over context parallel ranks and, inside each, over
+        tensor parallel ranks. ``packed_seq_params`` tells documents apart (b = 1); without it each of the b
+        rows is one document. Every rank of the tensor and context parallel groups must call this.
+        """
+        if attention_mask is not None:
+            raise ValueError(
+                "KDA is causal by itself and cannot honour an attention_mask: pass None, and tell documents "
+                "apart by packed_seq_params"
+            )
+        if unused.get("inference_context") is not None or unused.get("inference_params") is not None:
+            raise ValueError("KdaAttention has no inference cache: call it without inference_context")
+        x = hidden_states
+        if self.tp.size() > 1:
+            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp)
+        packing = _as_packing(packed_seq_params, x, self.cp)
+
+        # [s, b, channels] -> [b, s, channels], one convolution (and one halo) for the three
+        qkv = torch.cat([self.q_proj(x)[0], self.k_proj(x)[0], self.v_proj(x)[0]], -1).transpose(0, 1)
+        taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
+        q, k, v = self._by_head(short_conv(qkv, taps, packing, self.cp)).chunk(3, 2)
+        o, _ = kda(
+            q,
+            k,
+            v,
+            self._by_head(self.f_b(self.f_a(x))[0].transpose(0, 1)),
+            self.b_proj(x)[0].transpose(0, 1),
+            self.A_log,
+            self.dt_bias,
+            gate_lower_bound=self.settings.gate_lower_bound,
+            packing=packing,
+            cp_group=self.cp,
+        )
+        gate = self._by_head(self.g_proj(x)[0].transpose(0, 1))
+        o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
+        return self.o_proj(o.flatten(2).transpose(0, 1).contiguous())[0], None
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[b, s, heads * d] -> [b, s, heads, d]."""
+        return x.unflatten(-1, (-1, self.settings.head_dim))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """megatron-core's description of the whole weights: plain tensors, so any TP degree can load them."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        sharded = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(_HEAD_SHARDED, 0),
+            sharded_offsets,
+            tp_group=self.tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            sharded.update(
+                sharded_state_dict_default(
+                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp
+                )
+            )
+        return sharded
+
+
+def _as_packing(packed: Packing | PackedSeqParams | None, x: Tensor, cp: Any) -> Packing | None:
+    """Document borders of ``x`` [s, b, hidden], this context-parallel rank's tokens."""
+    if packed is None or isinstance(packed, Packing):
+        return packed
+    if cp.size() > 1:
+        raise ValueError(
+            "PackedSeqParams mean load-balanced shards under context parallelism, KDA needs contiguous ones: "
+            "pass a k3train Packing as packed_seq_params"
+        )
+    padded = packed.cu_seqlens_q_padded
+    borders = (padded if padded is not None else packed.cu_seqlens_q).tolist()
+    if borders[-1] < x.shape[0]:
+        borders.append(x.shape[0])
+    return make_packing(borders, torch.ones(x.shape[0], dtype=torch.bool), device=x.device)
