@@ -54,7 +54,7 @@ class Manifest:
     tokens: int
     longest_document_tokens: int
     text_bytes: int
-    """UTF-8 bytes that were tokenised."""
+    """UTF-8 bytes that were tokenised; 0 when that is not known."""
     licences: dict[str, str]
     """Licence of each origin."""
     command: str
@@ -74,26 +74,56 @@ def write_corpus(
     command: str,
     text_bytes: int = 0,
 ) -> Manifest:
-    """Write a sealed corpus: token files, checksums and, last, the manifest. An old manifest goes first."""
+    """Write documents of tokens as a sealed corpus. An old manifest goes first. Raises CorpusError."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest_path(folder).unlink(missing_ok=True)
-    checksums: list[int] = []
-    lengths: list[int] = []
-    dtype = token_dtype(vocab_size)
-    with IndexedWriter(tokens_path(folder), index_path(folder), dtype) as writer:
+    with IndexedWriter(tokens_path(folder), index_path(folder), token_dtype(vocab_size)) as writer:
         for tokens in documents:
             writer.add(tokens)
-            checksums.append(zlib.crc32(np.asarray(tokens).astype(dtype).tobytes()))
-            lengths.append(len(tokens))
-    write_atomically(checksums_path(folder), np.array(checksums, np.uint32).tobytes())
+    return seal(
+        folder,
+        tokenizer_sha256=tokenizer_sha256,
+        vocab_size=vocab_size,
+        special=special,
+        licences=licences,
+        command=command,
+        text_bytes=text_bytes,
+    )
+
+
+def seal(
+    folder: Path,
+    *,
+    tokenizer_sha256: str,
+    vocab_size: int,
+    special: dict[str, int],
+    licences: dict[str, str],
+    command: str,
+    text_bytes: int = 0,
+) -> Manifest:
+    """Write the checksums of a folder's token files and, last, the manifest. Raises CorpusError."""
+    reader = IndexedReader(tokens_path(folder), index_path(folder))
+    try:
+        checksums = np.empty(len(reader), np.uint32)
+        for document in range(len(reader)):
+            tokens = reader.read(document)
+            if int(tokens.max(initial=0)) >= vocab_size or int(tokens.min(initial=0)) < 0:
+                raise CorpusError(
+                    f"document {document} of {tokens_path(folder)} has a token outside the tokenizer's "
+                    f"{vocab_size} ids; it was made with another tokenizer."
+                )
+            checksums[document] = zlib.crc32(tokens.tobytes())
+    finally:
+        reader.close()
+    write_atomically(checksums_path(folder), checksums.tobytes())
     manifest = Manifest(
         name=folder.name,
         tokenizer_sha256=tokenizer_sha256,
         vocab_size=vocab_size,
         special=special,
-        documents=len(lengths),
-        tokens=sum(lengths),
-        longest_document_tokens=max(lengths, default=0),
+        documents=len(reader),
+        tokens=reader.num_tokens,
+        longest_document_tokens=int(reader.lengths.max(initial=0)),
         text_bytes=text_bytes,
         licences=licences,
         command=command,
