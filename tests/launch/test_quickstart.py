@@ -1,7 +1,7 @@
 """quickstart.sh: which steps it takes for a new, an interrupted, a finished and a failing run.
 
-The environment's Python is a stand-in for ``-m k3train`` only; launch/summary.py, which quickstart asks for the
-run's state, is run by the real one.
+The environment's Python is a stand-in for ``-m k3train`` only; launch/summary.py, which quickstart asks for
+the run's state, is run by the real one.
 """
 
 from __future__ import annotations
