@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,9 @@ ROOT = Path(__file__).parents[2]
 TOP_FOLDERS = "configs|data|docker|docs|k3train|launch|tests|\\.ci"
 _FENCE = re.compile(r"^```(\w*)\s*$")
 _NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->")
-_PATH = re.compile(rf"(?:\./)?((?:{TOP_FOLDERS})/[\w./-]*|[A-Z]+(?:\.md)?|[\w.-]+\.(?:toml|txt|md|yaml))")
-_CREATED = re.compile(
-    r"(run\.yaml|metrics\.jsonl|job\.sbatch|tokenizer\.json|manifest\.json|STOP|PYTHON|PATH)"
-)
+_PATH = re.compile(rf"(?:\./)?((?:{TOP_FOLDERS})/[\w./-]*|LICENSE|[A-Z]+\.md|[\w.-]+\.(?:toml|txt|md|yaml))")
+_CREATED = re.compile(r"run\.yaml")
+"""Files that a run makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,5 @@ def tree_paths(block: Block) -> list[str]:
 
 def commands(block: Block) -> list[list[str]]:
     """The block's simple commands as words; comments dropped, continued lines joined."""
-    import shlex
-
     text = block.text.replace("\\\n", " ")
     return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from markdown import ROOT, Block, blocks, commands, documents, links, named_paths, tree_paths
+from pages import ROOT, Block, blocks, commands, documents, links, named_paths, tree_paths
 
 from k3train.__main__ import VERBS
 from k3train.config.compose import compose
 
-BASH = [
-    block for file in documents() for block in blocks(file) if block.language in ("bash", "sh", "console")
-]
+SHELLS = ("bash", "sh", "console")
+BASH = [block for file in documents() for block in blocks(file) if block.language in SHELLS]
 ids = {"ids": lambda value: value.name if isinstance(value, Block) else str(value.relative_to(ROOT))}
 
 
@@ -64,9 +63,8 @@ def test_every_reason_not_to_run_is_in_front_of_a_command_block() -> None:
 
 @pytest.mark.parametrize("file", documents(), **ids)
 def test_every_path_and_link_exists(file: Path) -> None:
-    missing = [
-        path for path in named_paths(file) if not any((base / path).exists() for base in (ROOT, file.parent))
-    ]
+    bases = (ROOT, file.parent)
+    missing = [path for path in named_paths(file) if not any((base / path).exists() for base in bases)]
     missing += [target for target in links(file) if not (file.parent / target).exists()]
     assert missing == []
 
