@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException  # derives from BaseException
 
 from k3train.checkpoint.manifest import CheckpointError
 
@@ -18,7 +19,7 @@ def every_rank[T](work: Callable[[], T]) -> list[T]:
     outcome: tuple[bool, Any]
     try:
         outcome = (True, work())
-    except Exception as error:  # any reason must reach the peers, or they wait until the timeout
+    except (Exception, CheckpointException) as error:  # peers must hear of it, or they wait for the timeout
         outcome = (False, _describe(error))
     outcomes: list[Any] = [None] * world()
     if world() == 1:
@@ -51,7 +52,9 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        return _describe(next(iter(error.failures.values()))[0])
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.filename:

@@ -89,8 +89,9 @@ class PlainReader(FileSystemReader):
         try:
             torch.load(content, weights_only=True)
         except Exception as error:  # whatever it raises, the planner must not unpickle this
+            where = Path(self.path) / info.relative_path
             raise CheckpointError(
-                f"{index.fqn} in {info.relative_path} is not plain data: {error}"
+                f"{index.fqn} in {where} is not plain data: refused, it may be code"
             ) from error
 
 
