@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
-from k3train.checkpoint.manifest import CheckpointError, check_files, check_sizes, read_manifest
+from k3train.checkpoint.manifest import PART, CheckpointError, check_files, check_sizes, read_manifest
 
 LATEST = "LATEST"
 """File with the name of the newest checkpoint: a hint for people and scripts, never trusted by k3train."""
@@ -85,6 +85,7 @@ def clear_leftovers(directory: Path) -> None:
     """
     if not directory.is_dir():
         return
+    (directory / f"{LATEST}{PART}").unlink(missing_ok=True)
     for path in sorted(directory.iterdir()):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not (directory / replaced[1]).exists():

@@ -18,6 +18,9 @@ MANIFEST = "MANIFEST.json"
 FORMAT = 1
 """Version of the folder's format; a reader refuses a newer one."""
 
+PART = ".part"
+"""Ending of a small file that is being written; it never bears its final name before it is complete."""
+
 _READ_BYTES = 1 << 23
 
 
@@ -102,7 +105,7 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Replace ``path`` with ``content``: after a crash it holds the old content or all of the new."""
-    temporary = path.with_name(f"{path.name}.part")
+    temporary = path.with_name(path.name + PART)
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()

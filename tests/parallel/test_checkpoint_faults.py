@@ -140,24 +140,25 @@ def test_loading_a_damaged_path_by_name_raises_on_every_rank(copied: Path) -> No
 
 
 class FileCalls:
-    """Counts this process' file operations below a folder and may kill the process before one of them."""
+    """Records this process' file operations below a folder and may kill the process before one of them."""
 
     EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
 
     def __init__(self, folder: Path, *, kill_at: int | None = None) -> None:
-        self.folder, self.kill_at, self.count, self.active = str(folder), kill_at, 0, False
+        self.folder, self.kill_at, self.active = str(folder), kill_at, False
+        self.seen: list[str] = []
         sys.addaudithook(self)
 
     def __call__(self, event: str, args: tuple) -> None:
         if not self.active or event not in self.EVENTS or not str(args[0]).startswith(self.folder):
             return
-        self.count += 1
-        if self.count == self.kill_at:
+        if len(self.seen) == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        self.seen.append(event)
 
 
-def save_and_die(rank: int, world: int, folder: Path, dying_rank: int, kill_at: int | None) -> int:
-    """Continue from step 2 and save step 3, which also prunes step 1; returns the number of operations."""
+def save_and_die(rank: int, world: int, folder: Path, dying_rank: int, kill_at: int | None) -> list[str]:
+    """Continue from step 2 and save step 3, which also prunes step 1; returns the file operations."""
     toy = build_toy(world, Parallel(), Precision.bf16)
     load(toy, folder / step_name(2))
     train(toy, 3)
@@ -165,7 +166,7 @@ def save_and_die(rank: int, world: int, folder: Path, dying_rank: int, kill_at: 
     calls.active = True
     save(toy, folder, 3)
     calls.active = False
-    return calls.count
+    return calls.seen
 
 
 def check_after_kill(folder: Path) -> int:
@@ -182,23 +183,36 @@ def check_after_kill(folder: Path) -> int:
     return read_manifest(best).step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dying_rank", [0, 1])
-def test_a_kill_before_any_file_operation_of_a_save_leaves_a_good_checkpoint(
-    two: Path, tmp_path: Path, dying_rank: int
-) -> None:
+def kill_everywhere(
+    two: Path, tmp_path: Path, world: int, dying_rank: int, only: str | None = None
+) -> set[int]:
+    """Kill a save before each of its file operations (of one kind); returns the newest good steps after."""
     shutil.copytree(two, tmp_path / "whole")
-    operations = run_ranks(2, save_and_die, 2, tmp_path / "whole", dying_rank, None)[dying_rank]
-    assert operations > (20 if dying_rank == 0 else 4)
-    survivors = set()
-    for kill_at in range(1, operations + 1):
+    seen = run_ranks(world, save_and_die, world, tmp_path / "whole", dying_rank, None)[dying_rank]
+    places = [i for i, event in enumerate(seen) if only in (None, event)]
+    assert len(places) > 3
+    newest = set()
+    for place in places:
         folder = tmp_path / "run"
         shutil.copytree(two, folder)
         with pytest.raises(AssertionError, match="ended with"):
-            run_ranks(2, save_and_die, 2, folder, dying_rank, kill_at)
-        survivors.add(check_after_kill(folder))
+            run_ranks(world, save_and_die, world, folder, dying_rank, place)
+        newest.add(check_after_kill(folder))
         shutil.rmtree(folder)
-    assert survivors == ({2, 3} if dying_rank == 0 else {2})
+    return newest
+
+
+def test_a_kill_before_any_rename_leaves_a_good_checkpoint(two: Path, tmp_path: Path) -> None:
+    assert kill_everywhere(two, tmp_path, 1, 0, "os.rename") == {2, 3}
+
+
+def test_a_kill_of_another_rank_leaves_the_older_checkpoint(two: Path, tmp_path: Path) -> None:
+    assert kill_everywhere(two, tmp_path, 2, 1) == {2}
+
+
+@pytest.mark.slow
+def test_a_kill_before_any_file_operation_leaves_a_good_checkpoint(two: Path, tmp_path: Path) -> None:
+    assert kill_everywhere(two, tmp_path, 2, 0) == {2, 3}
 
 
 def retry(rank: int, folder: Path) -> Any:
