@@ -20,6 +20,11 @@ def situ_glu(
     return _SituGlu.apply(gate, up, gate_cap, up_cap, weight)
 
 
+def _is_fused(x: Tensor) -> bool:
+    """One kernel instead of some twenty passes over memory; fp32 runs keep libm's last digits."""
+    return x.is_cuda and x.dtype is torch.bfloat16
+
+
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
@@ -31,6 +36,10 @@ class _SituGlu(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.caps = gate_cap, up_cap
+        if _is_fused(gate):
+            from k3train.kernels import situ_triton
+
+            return situ_triton.forward(gate, up, gate_cap, up_cap, weight)
         g = _wide(gate)
         out = torch.tanh(g / gate_cap).mul_(gate_cap).mul_(torch.sigmoid(g))
         out.mul_(torch.tanh(_wide(up) / up_cap).mul_(up_cap))
@@ -43,6 +52,11 @@ class _SituGlu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         gate_cap, up_cap = ctx.caps
+        if _is_fused(gate):
+            from k3train.kernels import situ_triton
+
+            grads = situ_triton.backward(grad, gate, up, gate_cap, up_cap, weight)
+            return grads[0], grads[1], None, None, grads[2]
         g, grad = _wide(gate), _wide(grad)
         tanh_g, sigmoid_g = torch.tanh(g / gate_cap), torch.sigmoid(g)
         tanh_u = torch.tanh(_wide(up) / up_cap)

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
+from k3train.kernels.permute import SortedRoutes, permute, sort_routes, unpermute
 from k3train.router.router import Routes
 
 
@@ -123,70 +124,5 @@ class AllGatherDispatch(MoEAllGatherTokenDispatcher):
         return self.combine_postprocess(self.token_combine(self.combine_preprocess(rows)))
 
 
-class SortedRoutes(NamedTuple):
-    """A stable sort of the n*k routes of n tokens by expert."""
-
-    source: Tensor
-    """int64 [n*k]: route (token * k + choice) of each sorted row."""
-    position: Tensor
-    """int64 [n*k]: sorted row of each route."""
-    top_k: int
-
-
-def sort_routes(experts: Tensor) -> SortedRoutes:
-    """``experts`` int64 [n, k]."""
-    source = experts.reshape(-1).argsort(stable=True)
-    position = torch.empty_like(source)
-    position.scatter_(0, source, torch.arange(source.numel(), device=source.device))
-    return SortedRoutes(source, position, experts.shape[1])
-
-
-def permute(tokens: Tensor, order: SortedRoutes) -> Tensor:
-    """Copy each token to its k sorted rows: [n, h] -> [n*k, h]."""
-    return _Permute.apply(tokens, order)
-
-
-def unpermute(rows: Tensor, order: SortedRoutes) -> Tensor:
-    """Sum each token's k rows, in fp32 and in the order of its choices: [n*k, h] -> [n, h]."""
-    return _Unpermute.apply(rows, order)
-
-
 def _sorted_weights(routes: Routes, order: SortedRoutes) -> Tensor:
     return routes.weights.reshape(-1).index_select(0, order.source)
-
-
-def _gather(tokens: Tensor, order: SortedRoutes) -> Tensor:
-    return tokens.index_select(0, order.source // order.top_k)
-
-
-def _sum(rows: Tensor, order: SortedRoutes) -> Tensor:
-    grouped = rows.index_select(0, order.position).view(-1, order.top_k, rows.shape[1])
-    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-    return grouped.sum(1, dtype=wide).to(rows.dtype)
-
-
-# Each one's backward pass is the other's forward: plain indexing would add into rows in no fixed order.
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: SortedRoutes) -> Tensor:
-        ctx.order = order
-        return _gather(tokens, order)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.order), None
-
-
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: SortedRoutes) -> Tensor:
-        ctx.order = order
-        return _sum(rows, order)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.order), None

@@ -11,12 +11,18 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.tensor_parallel import checkpoint as recomputed
 
 from k3train.config import schema
 from k3train.kernels.packing import make_packing
 from k3train.model.config import make_config
 from k3train.model.moe import LatentMoe
+from k3train.optim.build import build_optimizer, optimizer_step
 from k3train.parallel.groups import start_groups, stop_groups
 from k3train.parallel.layout import make_layout
 from k3train.router.update import update_biases
@@ -249,3 +255,46 @@ def test_initial_values_differ_between_experts_and_agree_where_replicated():
         assert all(torch.equal(ranks[0][name], other[name]) for other in ranks[1:]), name
         assert 0.2 < float(ranks[0][name].std()) < 0.4
     assert 0.2 < float(ranks[0]["experts.down"].std()) < 0.4
+
+
+def optimizer_step_of(rank, world, parallel):
+    """Gradient norm and whole parameters after one step through megatron-core's DDP and optimizer."""
+    layer, groups = build(parallel, world)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(cut(name, whole_state()[name], groups))
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(layer.config, ddp, layer, pg_collection=groups.pg)
+    # A large eps makes AdamW's first step nearly proportional to the gradient, which its usual step hides.
+    settings = schema.Optim(learning_rate=100.0, eps=10.0, weight_decay=0.0, clip_grad_norm=0.0)
+    optimizer = build_optimizer(settings, [wrapped], groups)
+    wrapped.zero_grad_buffer()
+    x, direction, _ = batch()
+    (wrapped(mine(x, groups))[0] * mine(direction, groups)).sum().backward()
+    # A data-parallel rank's tokens, whatever part of them this tensor-parallel rank holds.
+    tokens = torch.tensor(TOKENS // groups.pg.dp_cp.size())
+    finalize_model_grads([wrapped], tokens, pg_collection=groups.pg)
+    norm = optimizer_step(optimizer).grad_norm
+    gaps = [0.0]
+    if world > 1:
+        one = torch.load(REFERENCE)["stepped"]
+        for name, parameter in layer.named_parameters():
+            moved = (one[name] - whole_state()[name]).abs().max()
+            gaps.append(float((parameter - cut(name, one[name], groups)).abs().max() / moved))
+    return norm, max(gaps), {n: p.detach() for n, p in layer.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def stepped(reference):
+    norm, _, parameters = run_ranks(1, optimizer_step_of, 1, schema.Parallel())[0]
+    torch.save({**torch.load(REFERENCE), "stepped": parameters}, REFERENCE)
+    return norm
+
+
+@pytest.mark.parametrize("name", ["dp2", "ep2", "tp2", "tp2 etp2", "tp2 ep2", "tp2 etp2 ep2", "cp2 ep2"])
+def test_one_optimizer_step_is_the_same_on_every_layout(name, stepped):
+    """The gradient norm counts every expert, shard and replica once, and each gets its whole gradient."""
+    world, parallel = LAYOUTS[name]
+    for norm, gap, _ in run_ranks(world, optimizer_step_of, world, parallel):
+        assert norm == pytest.approx(stepped, rel=1e-5)
+        assert gap < 1e-5

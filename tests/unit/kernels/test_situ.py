@@ -63,3 +63,23 @@ def test_large_inputs_stay_finite_and_bounded():
     assert out.abs().max() <= 100
     assert torch.isfinite(gate.grad).all()
     assert torch.isfinite(up.grad).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 1000, 3072])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bf16_kernel_matches_fp32_formula_on_the_gpu(channels, weighted):
+    scale = torch.logspace(-5, 2, 40, device="cuda")[:, None]
+    inputs = [
+        (torch.randn(40, channels, device="cuda") * scale).bfloat16().requires_grad_() for _ in range(2)
+    ]
+    if weighted:
+        inputs.append(torch.rand(40, device="cuda").requires_grad_())
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    out = situ_glu(inputs[0], inputs[1], 4.0, 25.0, *inputs[2:])
+    expected = situ_glu(wide[0], wide[1], 4.0, 25.0, *wide[2:])
+    direction = torch.randn_like(out)
+    mine = torch.autograd.grad(out, inputs, direction)
+    theirs = torch.autograd.grad(expected, wide, direction.double())
+    for found, right in zip((out, *mine), (expected, *theirs), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=1e-6 * float(right.abs().max()))
