@@ -126,9 +126,25 @@ def test_optional_packages_are_imported_only_where_they_are_used() -> None:
         (file.relative_to(ROOT).as_posix(), name)
         for file in [*python_files("k3train"), *python_files("launch")]
         for name in imports(module_level(ast.parse(file.read_text())))
-        if below(name, optional)
+        if below(name, optional) and not (name.split(".")[0] == "triton" and is_kernel_file(file.stem))
     ]
     assert bad == []
+
+
+def test_kernel_files_are_imported_inside_functions() -> None:
+    """Files named triton_* hold kernels and import Triton at their top; only each other may import them so."""
+    bad = [
+        (file.relative_to(ROOT).as_posix(), name)
+        for file in python_files("k3train")
+        if not is_kernel_file(file.stem)
+        for name in imports(module_level(ast.parse(file.read_text())))
+        if any(is_kernel_file(part) for part in name.split("."))
+    ]
+    assert bad == []
+
+
+def is_kernel_file(stem: str) -> bool:
+    return stem.startswith("triton_")
 
 
 def test_package_markers_are_empty_and_program_folders_are_no_packages() -> None:

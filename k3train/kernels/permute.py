@@ -42,7 +42,7 @@ def _gather(tokens: Tensor, order: SortedRoutes) -> Tensor:
 
 def _sum(rows: Tensor, order: SortedRoutes) -> Tensor:
     if rows.is_cuda and rows.dtype is not torch.float64:
-        from k3train.kernels.permute_triton import gather_sum
+        from k3train.kernels.triton_permute import gather_sum
 
         return gather_sum(rows, order.position, order.top_k)
     grouped = rows.index_select(0, order.position).view(-1, order.top_k, rows.shape[1])

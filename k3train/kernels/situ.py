@@ -37,9 +37,9 @@ class _SituGlu(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weight)
         ctx.caps = gate_cap, up_cap
         if _is_fused(gate):
-            from k3train.kernels import situ_triton
+            from k3train.kernels import triton_situ
 
-            return situ_triton.forward(gate, up, gate_cap, up_cap, weight)
+            return triton_situ.forward(gate, up, gate_cap, up_cap, weight)
         g = _wide(gate)
         out = torch.tanh(g / gate_cap).mul_(gate_cap).mul_(torch.sigmoid(g))
         out.mul_(torch.tanh(_wide(up) / up_cap).mul_(up_cap))
@@ -53,9 +53,9 @@ class _SituGlu(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         gate_cap, up_cap = ctx.caps
         if _is_fused(gate):
-            from k3train.kernels import situ_triton
+            from k3train.kernels import triton_situ
 
-            grads = situ_triton.backward(grad, gate, up, gate_cap, up_cap, weight)
+            grads = triton_situ.backward(grad, gate, up, gate_cap, up_cap, weight)
             return grads[0], grads[1], None, None, grads[2]
         g, grad = _wide(gate), _wide(grad)
         tanh_g, sigmoid_g = torch.tanh(g / gate_cap), torch.sigmoid(g)
