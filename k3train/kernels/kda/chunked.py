@@ -27,7 +27,7 @@ from k3train.kernels.kda.within_chunk import (
     sum_before,
 )
 
-_GROUP_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
+_GROUP_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Elements of one tensor of a group of chunks: on the CPU its dozen tensors should stay in the cache."""
 
 

@@ -125,17 +125,23 @@ def make_scores(plan: ChunkPlan, decays: Decays, q: Tensor, k: Tensor, beta: Ten
     n, lanes, channels = *q.shape[:2], q.shape[-1]
     B = n * lanes
     zero = q.new_zeros(())
-    rows = torch.stack([q * decays.left, k * decays.left], 3).view(B, 2, 2 * TILE, channels)
+    rows = q.new_empty(n, lanes, 2, 2, TILE, channels)
+    torch.mul(q, decays.left, out=rows[:, :, :, 0])
+    torch.mul(k, decays.left, out=rows[:, :, :, 1])
+    rows = rows.view(B, 2, 2 * TILE, channels)
     columns = (k * decays.right).view(B, 2, TILE, channels)
     first, second = decays.end[:, :, 0], decays.start[:, :, 1]
-    rows_below = torch.stack([q[:, :, 1] * second, k[:, :, 1] * second], 2).view(B, 2 * TILE, channels)
+    rows_below = q.new_empty(n, lanes, 2, TILE, channels)
+    torch.mul(q[:, :, 1], second, out=rows_below[:, :, 0])
+    torch.mul(k[:, :, 1], second, out=rows_below[:, :, 1])
+    rows_below = rows_below.view(B, 2 * TILE, channels)
     columns_below = (k[:, :, 0] * first).view(B, TILE, channels)
 
     within = torch.matmul(rows, columns.mT).view(n, lanes, 2, 2, TILE, TILE)
     query = torch.where(plan.pairs[:, None], within[:, :, :, 0], zero)
     key = torch.where(plan.strict[:, None], within[:, :, :, 1], zero).mul_(beta)
     below = torch.matmul(rows_below, columns_below.mT).view(n, lanes, 2, TILE, TILE)
-    below = torch.where(plan.below[:, None, None], below, zero)
+    below.masked_fill_(~plan.below[:, None, None], 0)
     return Scores(
         query=query.view(B, 2, TILE, TILE),
         query_below=below[:, :, 0].reshape(B, TILE, TILE),
@@ -262,12 +268,13 @@ def chunk_backward(
     dbeta_logit = (X * U).sum(-1, keepdim=True).view_as(beta) * (1 - beta)
     dV = X * beta.view(B, 2, TILE, 1)
 
-    both = torch.stack([dO, -dV], 2)  # [B, 2, 2, T, v]: what reaches query rows, then key rows
-    zero = q.new_zeros(())
+    both = dO.new_empty(B, 2, 2, TILE, values)  # what reaches query rows, then key rows
+    both[:, :, 0] = dO
+    torch.neg(dV, out=both[:, :, 1])
     within = torch.matmul(both.view(B, 2, 2 * TILE, values), U.mT).view(n, lanes, 2, 2, TILE, TILE)
-    within = torch.where(plan.strict[:, None, :, None], within, zero).view(B, 2, 2 * TILE, TILE)
+    within = within.masked_fill_(~plan.strict[:, None, :, None], 0).view(B, 2, 2 * TILE, TILE)
     below = torch.bmm(both[:, 1].reshape(B, 2 * TILE, values), U[:, 0].mT).view(n, lanes, 2, TILE, TILE)
-    below = torch.where(plan.below[:, None, None], below, zero).view(B, 2 * TILE, TILE)
+    below = below.masked_fill_(~plan.below[:, None, None], 0).view(B, 2 * TILE, TILE)
     on_diagonal = (dO * U).sum(-1, keepdim=True).view(n, lanes, 2, TILE, 1)
 
     shape = (n, lanes, 2, 2, TILE, channels)
