@@ -23,7 +23,7 @@ def shards(modules: Iterable[nn.Module], groups: Any, *, of_gradients: bool = Fa
     for module in modules:
         parameters = dict(module.named_parameters())
         values = {name: p.data for name, p in parameters.items()}
-        absent = set()
+        absent = set(dict(module.named_buffers())) if of_gradients else set()
         if of_gradients:
             for name, p in parameters.items():
                 grad = getattr(p, "main_grad", p.grad)
@@ -32,7 +32,7 @@ def shards(modules: Iterable[nn.Module], groups: Any, *, of_gradients: bool = Fa
         state = module.sharded_state_dict(metadata={"dp_cp_group": groups.pg.dp_cp})
         apply_factories(state)
         for tensor in nested_values(state):
-            if isinstance(tensor, ShardedTensor) and not (of_gradients and tensor.key in absent):
+            if isinstance(tensor, ShardedTensor) and tensor.key not in absent:
                 data = tensor.data.detach()
                 out.append((tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), data))
         for name, p in parameters.items():

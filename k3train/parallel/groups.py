@@ -47,7 +47,8 @@ def start_groups(layout: Layout, *, seed: int, timeout_seconds: int = 600) -> Gr
         create_gloo_process_groups=False,
     )
     pg = ProcessGroupCollection.use_mpu_process_groups()
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    # Pipeline ranks hold other layers, which must not start equal; megatron-core sees to the other axes.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * pg.pp.rank(), force_reset_rng=True)
     return Groups(
         layout=layout,
         pg=pg,
