@@ -11,7 +11,6 @@ from pathlib import Path
 from k3train.config.problems import ConfigError, ConfigProblem
 
 DONE, BAD_INPUT, ENVIRONMENT = 0, 2, 3
-RESOLVED = "run.yaml"
 
 
 def train(arguments: list[str]) -> int:
@@ -27,9 +26,9 @@ def train(arguments: list[str]) -> int:
     from k3train.checkpoint.folder import committed
     from k3train.train.launch import launch
 
-    saved = committed(Path(run.dir) / "checkpoints")
-    resolved = Path(run.dir) / RESOLVED
-    for difference in settle(run, resolved, trained_steps=saved[0][0] if saved else 0):
+    steps = [step for step, _ in committed(Path(run.dir) / "checkpoints")]
+    resolved = Path(run.dir) / "run.yaml"
+    for difference in settle(run, resolved, trained_steps=max(steps, default=0)):
         print(f"changed since the last start: {difference}", flush=True)
     return launch(run, resolved)
 
@@ -120,9 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="k3train", description=f"verbs:\n{lines}", formatter_class=raw)
     parser.add_argument("verb", choices=VERBS, metavar="verb", help="see 'k3train VERB --help'")
     given = sys.argv[1:] if arguments is None else arguments
-    verb = parser.parse_args(given[:1]).verb
     try:
-        return VERBS[verb](given[1:])
+        return VERBS[parser.parse_args(given[:1]).verb](given[1:])
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT

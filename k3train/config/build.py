@@ -59,12 +59,13 @@ class Builder:
         values: dict[str, Any] = {}
         for field in fields(cls):
             key = _join(path, field.name)
-            fallback = _fallback(field.default, field.default_factory)
+            fallback = field.default if field.default_factory is MISSING else field.default_factory()
+            required = fallback is MISSING
+            fallback = _zero(hints[field.name]) if required else fallback
             if field.name not in given or given[field.name] == "???":
-                if fallback is MISSING:
+                if required and isinstance(tree, Mapping):
                     rule = f"is missing: {cls.__name__.lower()} {path.rpartition('.')[2]} needs it"
                     self._problem(key, None, rule, f"Set {key}", "config.missing-key")
-                    fallback = 1
                 values[field.name] = fallback
             else:
                 values[field.name] = self._value(hints[field.name], given[field.name], key, fallback)
@@ -154,12 +155,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _fallback(default: Any, factory: Any) -> Any:
-    return factory() if factory is not MISSING else default
-
-
 def _zero(kind: Any) -> Any:
-    """Stand-in for an entry that cannot be read; its key is recorded as wrong, so nobody judges it."""
+    """Stand-in for a value that cannot be read; its key is recorded as wrong, so nobody judges it."""
     return None if is_dataclass(kind) else kind() if kind in (int, float, str, bool) else None
 
 

@@ -28,7 +28,7 @@ from k3train.config.keys import closest_word
 from k3train.config.origin import file_of
 from k3train.config.overrides import options_of, read_overrides
 from k3train.config.problems import ConfigError, ConfigProblem
-from k3train.config.rules import check
+from k3train.config.rules import check, concerns
 from k3train.config.schema import Run
 
 CONFIG_NAME = "run"
@@ -57,8 +57,7 @@ def compose(overrides: list[str], config_dir: str | Path | None = None) -> Run:
         raise ConfigError([*problems, *_composition_problems(error, directory, files)]) from None
     builder = Builder()
     run = builder.build(tree)
-    selections = [text for text in sorted_in.accepted if not text.startswith("++")]
-    problems += [_with_file(problem, directory, selections) for problem in builder.problems]
+    problems += [_with_file(problem, directory, sorted_in.accepted) for problem in builder.problems]
     problems += check(run, wrong_keys=frozenset(builder.wrong_keys | sorted_in.wrong_keys))
     if problems:
         raise ConfigError(problems)
@@ -157,9 +156,13 @@ def _composition_problems(error: Exception, directory: Path, files: list[Path]) 
     return [ConfigProblem("", None, rule, "Correct the defaults list or the key it names", "config.compose")]
 
 
-def _with_file(problem: ConfigProblem, directory: Path, selections: list[str]) -> ConfigProblem:
-    """The same problem naming the file that holds the value, when a file does."""
-    file = file_of(problem.key, directory, CONFIG_NAME, selections) if problem.key else None
+def _with_file(problem: ConfigProblem, directory: Path, overrides: list[str]) -> ConfigProblem:
+    """The same problem naming the file that holds the value, when a file does and no override."""
+    overridden = {text.removeprefix("++").partition("=")[0] for text in overrides if text.startswith("++")}
+    if not problem.key or concerns(problem, overridden):
+        return problem
+    selections = [text for text in overrides if not text.startswith("++")]
+    file = file_of(problem.key, directory, CONFIG_NAME, selections)
     return replace(problem, rule=f"(set in {file}) {problem.rule}") if file else problem
 
 

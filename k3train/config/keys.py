@@ -42,6 +42,12 @@ def follow(path: str) -> Any:
     return annotation
 
 
+def holds_keys(path: str) -> bool:
+    """Whether the known key ``path`` has keys below it instead of a value."""
+    kind, optional = without_none(follow(path))
+    return not optional and (is_dataclass(kind) or typing.get_origin(kind) is dict)
+
+
 @cache
 def flattened() -> tuple[str, ...]:
     """Every setting's key, with ``*`` for names that the user chooses."""
@@ -50,7 +56,7 @@ def flattened() -> tuple[str, ...]:
 
 def suggest_key(path: str) -> str | None:
     """The known key that an unknown one most likely means, or None."""
-    return _repaired(path) or _moved(path) or _closest(path)
+    return _deeper(path) or _repaired(path) or _moved(path) or _closest(path)
 
 
 def closest_word(word: str, words: Iterable[str]) -> str | None:
@@ -81,6 +87,15 @@ def _leaves(annotation: Any, path: str) -> Iterator[str]:
         yield path
 
 
+def _deeper(path: str) -> str | None:
+    """Find the one key of this name further down: ``model.moe.top_k`` for ``model.top_k``."""
+    prefix, _, name = path.rpartition(".")
+    found = [
+        key for key in flattened() if prefix and key.startswith(f"{prefix}.") and key.endswith(f".{name}")
+    ]
+    return found[0] if len(found) == 1 else None
+
+
 def _repaired(path: str) -> str | None:
     """Replace each unknown segment by its most similar sibling."""
     done: list[str] = []
@@ -100,14 +115,17 @@ def _repaired(path: str) -> str | None:
 
 def _moved(path: str) -> str | None:
     """Find the key that ends in this path, such as ``optim.learning_rate`` for ``learning_rate``."""
+    parents = sorted({key.rpartition(".")[0] for key in flattened() if ANY_NAME not in key} - {""})
+    roots = [parent for parent in parents if follow(f"{parent}.{path}") is not None]
+    if roots and "." in path:
+        return f"{roots[0]}.{path}"
     last = path.rpartition(".")[2]
     for ending in (path, last):
         ends = [key for key in flattened() if f".{key}".endswith(f".{ending}")]
         plain = [key for key in ends if ANY_NAME not in key]
         if ends:
             return min(plain or ends, key=lambda key: key.count("."))
-    parents = sorted({key.rpartition(".")[0] for key in flattened() if ANY_NAME not in key} - {""})
-    return next((f"{parent}.{path}" for parent in parents if follow(f"{parent}.{path}") is not None), None)
+    return f"{roots[0]}.{path}" if roots else None
 
 
 def _closest(path: str) -> str | None:

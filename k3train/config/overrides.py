@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from k3train.config.files import runs_something
-from k3train.config.keys import closest_word, flattened, follow, suggest_key
+from k3train.config.keys import closest_word, flattened, follow, holds_keys, suggest_key
 from k3train.config.nearest import choices
 from k3train.config.problems import ConfigProblem
 
@@ -50,19 +50,26 @@ def read_overrides(given: list[str], config_dir: Path) -> Overrides:
     result = Overrides()
     parser = OverridesParser.create()
     for text in given:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
+        override = _parse(parser, text)
+        if override is None:
             rule = f"'{text}' cannot be read as key=value"
             _refuse(result, "", text, rule, _unreadable_fix(text), "config.override")
-            continue
-        _sort_in(result, override, text, config_dir)
+        else:
+            _sort_in(result, override, text, config_dir)
     return result
 
 
 def options_of(group: str, config_dir: Path) -> list[str]:
     """Names that can be selected in a group."""
     return sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
+
+
+def _parse(parser: OverridesParser, text: str) -> Override | None:
+    try:
+        override = parser.parse_override(text)
+    except HydraException:
+        return None
+    return override if override.key_or_group else None
 
 
 def _sort_in(result: Overrides, override: Override, text: str, config_dir: Path) -> None:
@@ -85,7 +92,7 @@ def _sort_in(result: Overrides, override: Override, text: str, config_dir: Path)
     elif key in GROUPS:
         _select(result, key, cast(object, override.value()), config_dir)
     else:
-        _set(result, key, plain, cast(object, override.value()))
+        _set(result, key, plain, override.value())
 
 
 def _select(result: Overrides, group: str, option: object, config_dir: Path) -> None:
@@ -111,18 +118,32 @@ def _select(result: Overrides, group: str, option: object, config_dir: Path) -> 
     )
 
 
-def _set(result: Overrides, key: str, plain: str, value: object) -> None:
+def _set(result: Overrides, key: str, plain: str, value: Any) -> None:
     if follow(key) is None:
         meant = suggest_key(key)
         fix = f"Did you mean {meant}?" if meant else f"Settings begin with {choices(_roots())}"
         _refuse(result, key, value, "is not a setting", fix, "config.unknown-key")
         if meant is not None:
             result.wrong_keys.add(meant)
+    elif holds_keys(key) and not _is_mapping(value):
+        rule = "has settings of its own and takes no single value"
+        _refuse(
+            result,
+            key,
+            value,
+            rule,
+            f"Set the keys below it, as {key}.KEY=VALUE",
+            "config.type",
+        )
     elif any(runs_something(text) for text in _texts(value)):
         rule = "holds '${...}' with more than a plain key, and nothing in a value is ever run"
         _refuse(result, key, value, rule, "Write the value itself", "config.interpolation")
     else:
         result.accepted.append(f"++{plain}")
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _refuse(

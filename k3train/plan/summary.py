@@ -9,7 +9,7 @@ from k3train.config.merge import stage_parallel, world_size
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table, total_tokens
 from k3train.parallel.layout import Layout, make_layout
-from k3train.plan.counts import count_parameters, train_flops_per_token
+from k3train.plan.counts import count_parameters
 
 
 def one_line(run: Run) -> str:
@@ -22,12 +22,13 @@ def one_line(run: Run) -> str:
 
 
 def print_stages(run: Run, console: Console) -> None:
-    """One line a stage: context, tokens, steps, batch in tokens and in packed sequences (rows), forward passes
-    of a data-parallel rank in one step, training FLOPs per token, and layout.
+    """One line a stage: context, tokens, steps, batch in tokens and in packed sequences (rows), layout.
+
+    Passes are the micro-batches of one data-parallel rank in one step.
     """
     table = Table(title="stages", title_justify="left", box=None, pad_edge=False)
     table.add_column("stage", no_wrap=True)
-    for name in ("context", "tokens", "steps", "batch", "rows", "passes", "FLOPs"):
+    for name in ("context", "tokens", "steps", "batch", "rows", "passes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("layout", no_wrap=True)
     for plan in stage_table(run):
@@ -41,7 +42,6 @@ def print_stages(run: Run, console: Console) -> None:
             short(stage.batch_tokens),
             f"{plan.sequences_per_step:,}",
             f"{plan.sequences_per_step // (layout.dp * stage.micro_batch_sequences):,}",
-            short(train_flops_per_token(run.model, stage.context_tokens)),
             describe(layout),
         )
     console.print(table)

@@ -1,0 +1,89 @@
+"""The command's verbs as a user runs them: what they print and which code they end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from k3train.__main__ import VERBS, main
+from k3train.config.compose import compose, save_resolved
+
+
+def test_check_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "experiment=k3", "model.mtp.num_layers=0"]) == 0
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert line.startswith("OK  k3: 2.78 T parameters, 104 B active, 4 stages")
+    assert "4096 ranks" in line
+
+
+def test_check_says_everything_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model.hiden_size=3", "checkpoint.keep=0", "++x=1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("3 problems in the configuration:\n")
+    for words in ("Did you mean model.hidden_size?", "checkpoint.keep = 0", "'++x=1'"):
+        assert words in err
+
+
+def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["check", "seed=3", "--config-dir", str(tmp_path), "name=x"]) == 2
+    assert "has no run.yaml" in capsys.readouterr().err
+
+
+def test_show_marks_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "model.num_heads=8", "name=wide"]) == 0
+    out = capsys.readouterr().out
+    assert "* num_heads: 8  (default 4)" in out
+    assert " hidden_size: 128" in out
+    assert "* hidden_size" not in out
+    assert "cp2 dp1" in out
+    assert "32,768" in out
+    assert "routed_experts" in out
+
+
+def test_show_without_changes_marks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show"]) == 0
+    assert "*" not in capsys.readouterr().out
+
+
+def test_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["show", "--diff", "seed=3"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [["seed", "1234", "3"]]
+    save_resolved(compose(["seed=3"]), tmp_path / "run.yaml")
+    assert main(["show", "--diff", "--against", str(tmp_path / "run.yaml"), "seed=3"]) == 0
+    assert "no difference" in capsys.readouterr().out
+
+
+def test_show_resolved_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_resolved(compose(["name=saved"]), tmp_path / "run.yaml")
+    assert main(["show", "--run", str(tmp_path / "run.yaml"), "--diff"]) == 0
+    assert "saved" in capsys.readouterr().out
+    assert main(["show", "--run", str(tmp_path / "nothing.yaml")]) == 2
+
+
+def test_train_on_several_machines_points_to_the_launcher(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", "experiment=k3", f"dir={tmp_path}/run"]) == 2
+    assert "launch/slurm.py" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["chekc"], ["check", "--nothing"], ["data", "destroy", "x"], ["sample"]]
+)
+def test_wrong_usage_is_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: k3train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: k3train {verb}" in capsys.readouterr().out

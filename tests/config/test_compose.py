@@ -1,0 +1,360 @@
+"""Composition: what overrides may say, what files may hold, and how it is told when they do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import k3train.config.compose as compose_module
+from k3train.config.compose import compose, find_config_dir
+from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.schema import Device, Precision, Recompute
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "configs"
+
+
+def problems_of(overrides: list[str], config_dir: Path | None = None) -> list[ConfigProblem]:
+    with pytest.raises(ConfigError) as error:
+        compose(overrides, config_dir)
+    return error.value.problems
+
+
+def only(overrides: list[str], config_dir: Path | None = None) -> ConfigProblem:
+    problems = problems_of(overrides, config_dir)
+    assert len(problems) == 1, [str(problem) for problem in problems]
+    return problems[0]
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    """A copy of the configuration that a test may spoil."""
+    return Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
+
+
+# ------------------------------------------------------------------------------------------- what works
+
+
+def test_no_arguments_is_the_debug_experiment() -> None:
+    assert compose([]) == compose(["experiment=debug"])
+
+
+def test_plus_experiment_is_the_same() -> None:
+    assert compose(["+experiment=k3"]) == compose(["experiment=k3"])
+    assert compose(["experiment=k3"]).model.num_layers == 93
+
+
+def test_overrides_win_over_the_experiment() -> None:
+    run = compose(["experiment=k3", "name=mine", "optim.learning_rate=1e-4", "model.mtp.num_layers=0"])
+    assert (run.name, run.dir, run.optim.learning_rate) == ("mine", "runs/mine", 1e-4)
+
+
+def test_values_get_the_types_of_the_schema() -> None:
+    run = compose(["device=cuda", "model.precision=bf16", "parallel.recompute=full", "optim.learning_rate=1"])
+    assert (run.device, run.model.precision) == (Device.cuda, Precision.bf16)
+    assert run.parallel.recompute is Recompute.full
+    assert type(run.optim.learning_rate) is float
+
+
+def test_plain_whole_numbers_for_tokens() -> None:
+    run = compose(["curriculum.stages.s256.tokens=4_096_000"])
+    assert run.curriculum.stages["s256"].tokens == 4_096_000
+
+
+def test_names_can_be_added_to_mappings() -> None:
+    run = compose(["data.sources.mine.path=corpus/mine", "curriculum.stages.s256.mix={mine: 1, code: 0.5}"])
+    assert run.data.sources["mine"].path == "corpus/mine"
+    assert run.curriculum.stages["s256"].mix == {"mine": 1.0, "code": 0.5}
+
+
+def test_null_unsets_what_may_be_unset() -> None:
+    assert compose(["model=k3_proxy", "model.mla_layers=null"]).model.mla_layers is None
+
+
+def test_reference_to_another_setting() -> None:
+    assert compose(["name=a", "monitor.wandb_project=${name}"]).monitor.wandb_project == "a"
+
+
+def test_writes_nothing_and_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose(["experiment=k3"])
+    assert list(tmp_path.iterdir()) == []
+    assert Path.cwd() == tmp_path
+
+
+def test_folder_from_the_environment(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (configs / "model" / "mine.yaml").write_text("num_layers: 7\n")
+    monkeypatch.setenv("K3TRAIN_CONFIGS", str(configs))
+    assert compose(["model=mine"]).model.num_layers == 7
+    assert find_config_dir(CONFIGS) == CONFIGS
+
+
+# --------------------------------------------------------------------------------------- refused overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "id", "words"),
+    [
+        ("+model.num_layers=3", "config.override", "Write model.num_layers=3"),
+        ("++model.num_layers=3", "config.override", "Write model.num_layers=3"),
+        ("+a=1", "config.override", "begins with '+'"),
+        ("++experiment=debug", "config.override", "Write experiment=debug"),
+        ("~model.num_layers", "config.override", "takes a setting away"),
+        ("seed=1,2", "config.override", "several values"),
+        ("seed=range(3)", "config.override", "several values"),
+        ("model=glob(*)", "config.override", "several values"),
+        ("hydra.run.dir=x", "config.override", "Hydra itself"),
+        ("hydra/launcher=joblib", "config.override", "Hydra itself"),
+        ("model@other=k3", "config.override", "Hydra itself"),
+        ("seed", "config.override", "Write KEY=VALUE"),
+        ("seed=[1", "config.override", "cannot be read"),
+        ("--seed=1", "config.override", "no dashes"),
+        ("=3", "config.override", "cannot be read"),
+        ("", "config.override", "cannot be read"),
+        ("name=${oc.env:HOME}", "config.interpolation", "nothing in a value is ever run"),
+        ("name='a ${oc.env:HOME}'", "config.interpolation", "nothing in a value is ever run"),
+        ("data.sources.x={path: '${oc.decode:1}'}", "config.interpolation", "ever run"),
+        ("name=${hydra:job.name}", "config.interpolation", "ever run"),
+        ("name=${name}", "config.interpolation", "cannot be resolved"),
+        ("name=${nmae}", "config.interpolation", "cannot be resolved"),
+        ("data.heldout={_target_: os.system}", "config.name", "letters, digits"),
+        ("model._target_=os.system", "config.unknown-key", "is not a setting"),
+        ("_target_=os.system", "config.unknown-key", "is not a setting"),
+    ],
+)
+def test_refused_form(override: str, id: str, words: str) -> None:
+    problem = only([override])
+    assert problem.id == id
+    assert words in str(problem)
+    assert "\n" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("model.hiden_size=3", "model.hidden_size"),
+        ("model.num_layer=3", "model.num_layers"),
+        ("seeed=3", "seed"),
+        ("modl.hidden_size=3", "model.hidden_size"),
+        ("learning_rate=3", "optim.learning_rate"),
+        ("optim.lerning_rate=3", "optim.learning_rate"),
+        ("num_experts=3", "model.moe.num_experts"),
+        ("model.num_experts=3", "model.moe.num_experts"),
+        ("moe.top_k=3", "model.moe.top_k"),
+        ("model.moe.router.binz=3", "model.moe.router.bins"),
+        ("curriculum.stages.s256.contxt_tokens=3", "curriculum.stages.s256.context_tokens"),
+        ("curriculum.stages.s256.learning_rate.peek=3", "curriculum.stages.s256.learning_rate.peak"),
+        ("stages.s256.tokens=3", "curriculum.stages.s256.tokens"),
+        ("checkpoint.save_every_steps=3", "checkpoint.every_steps"),
+        ("model.num_layers.x=3", None),
+        ("zzzzqqq=3", None),
+    ],
+)
+def test_unknown_key_suggests_the_right_one(override: str, meant: str | None) -> None:
+    problem = only([override])
+    assert problem.id == "config.unknown-key"
+    assert problem.key == override.partition("=")[0]
+    if meant is not None:
+        assert problem.fix == f"Did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("model=debgu", "Did you mean debug?"),
+        ("experiment=debug-gpu", "Did you mean debug_gpu?"),
+        ("+experiment=debgu", "Did you mean debug?"),
+        ("optim=zzz", "Use adamw"),
+        ("model={num_layers: 3}", "Set single keys as model.KEY=VALUE, or select debug"),
+        ("model=null", "Set single keys"),
+        ("model=", "Set single keys"),
+        ("model=../../etc/passwd", "Use debug"),
+    ],
+)
+def test_unknown_option(override: str, fix: str) -> None:
+    problem = only([override])
+    assert problem.id == "config.group"
+    assert problem.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("override", "id", "words"),
+    [
+        ("device=cpuu", "config.choice", ["auto, cpu, cuda", "mean cpu?"]),
+        ("device=0", "config.choice", ["auto, cpu, cuda"]),
+        ("parallel.recompute=null", "config.choice", ["Use none or full"]),
+        ("seed=true", "config.type", ["seed = true", "a whole number", "is true or false"]),
+        ("seed=1.5", "config.type", ["a whole number"]),
+        ("seed=abc", "config.type", ["a whole number but is text"]),
+        ("seed='3'", "config.type", ["without quotes"]),
+        ("seed=null", "config.type", ["is null"]),
+        ("curriculum.stages.s256.tokens=3e9", "config.type", ["tokens=3_000_000_000"]),
+        ("optim.learning_rate=false", "config.type", ["a number but is true or false"]),
+        ("optim.learning_rate='1e-5'", "config.type", ["without quotes"]),
+        ("optim.learning_rate=nan", "config.finite", ["finite"]),
+        ("optim.learning_rate=inf", "config.finite", ["finite"]),
+        ("optim.learning_rate=-inf", "config.finite", ["finite"]),
+        ("optim.learning_rate=1" + "0" * 400, "config.finite", ["finite"]),
+        ("monitor.wandb=1", "config.type", ["true or false but is a whole number"]),
+        ("monitor.wandb=yes", "config.type", ["true or false but is text"]),
+        ("name=7", "config.type", ["quotes"]),
+        ("name=[a]", "config.type", ["is a list"]),
+        ("model.kda=3", "config.type", ["model.kda.KEY=VALUE"]),
+        ("model.mla_layers=4", "config.type", ["model.mla_layers=[a,b]"]),
+        ("model.mla_layers=[1,true]", "config.type", ["model.mla_layers.1", "a whole number"]),
+        ("data.sources=[a]", "config.type", ["data.sources.KEY=VALUE"]),
+        ("data.sources.code=corpus", "config.type", ["settings of its own"]),
+        ("data.sources={code: corpus}", "config.type", ["data.sources.code = corpus", "path"]),
+        ("curriculum.stages.s256.mix={code: [1]}", "config.type", ["mix.code", "is a list"]),
+    ],
+)
+def test_wrong_type_names_key_value_and_expected(override: str, id: str, words: list[str]) -> None:
+    problem = only([override])
+    assert problem.id == id
+    assert problem.key.startswith(override.partition("=")[0])
+    assert all(word in str(problem) for word in words), str(problem)
+
+
+def test_missing_keys_of_a_new_stage() -> None:
+    problems = problems_of(["curriculum.stages.more.tokens=256"])
+    missing = {problem.key for problem in problems if problem.id == "config.missing-key"}
+    assert missing == {"curriculum.stages.more.context_tokens", "curriculum.stages.more.batch_tokens"}
+
+
+def test_everything_is_reported_together() -> None:
+    given = ["model.hiden_size=3", "++a=1", "optim=sgd", "seed=true", "device=gpu", "checkpoint.keep=0",
+             "curriculum.order=[s256,s2048,s8192]", "parallel.tp=3", "name=${oc.env:HOME}"]  # fmt: skip
+    ids = [problem.id for problem in problems_of(given)]
+    expected = {"config.unknown-key", "config.override", "config.group", "config.type", "config.choice",
+                "range", "curriculum.unused-stage", "parallel.heads-tp", "config.interpolation"}  # fmt: skip
+    assert expected <= set(ids)
+
+
+def test_a_misread_value_is_not_blamed_twice() -> None:
+    assert {problem.key for problem in problems_of(["model.num_heads=many"])} == {"model.num_heads"}
+    assert {problem.key for problem in problems_of(["curriculum.stages.s256.batch_tokens=many"])} == {
+        "curriculum.stages.s256.batch_tokens"
+    }
+
+
+# ------------------------------------------------------------------------------------------ hostile files
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"num_layers: 3\nnum_layers: 4\n", ["repeated key num_layers", "line 2"]),
+        (b"num_layers:\n\t- 3\n", ["not valid YAML", "line 2"]),
+        (b"num_layers: [1, 2\n", ["not valid YAML"]),
+        (b"num_layers: \xff\n", ["not UTF-8 (byte 12)"]),
+        (b"- 1\n- 2\n", ["keys and values"]),
+        (b"a: &a [1]\nb: *a\n", ["alias in line 2"]),
+        (b"num_layers: !!python/object/apply:os.system ['touch /tmp/k3-was-here']\n", ["not valid YAML"]),
+        (b"num_layers: ${oc.env:HOME}\n", ["${oc.env:HOME}", "line 1"]),
+        (b"num_layers: " + b"[" * 5000 + b"]" * 5000 + b"\n", ["not valid YAML"]),
+        (b"x: '" + b"a" * 1_000_001 + b"'\n", ["more than a configuration can have"]),
+    ],
+    ids=["repeated", "tab", "open", "latin1", "list", "alias", "tag", "resolver", "deep", "huge"],
+)
+def test_file_that_cannot_be_used(configs: Path, content: bytes, words: list[str]) -> None:
+    (configs / "model" / "mine.yaml").write_bytes(content)
+    problem = only(["model=mine"], configs)
+    assert problem.id == "config.file"
+    assert "mine.yaml" in str(problem)
+    assert all(word in str(problem) for word in words), str(problem)
+    assert not Path("/tmp/k3-was-here").exists()
+
+
+def test_unused_file_with_a_mistake_stops_nobody(configs: Path) -> None:
+    (configs / "model" / "mine.yaml").write_text("- a\n")
+    assert compose([], configs).name == "debug"
+
+
+@pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xef\xbb\xbfnum_layers: 5\n"])
+def test_empty_file_and_byte_order_mark(configs: Path, content: bytes) -> None:
+    (configs / "model" / "mine.yaml").write_bytes(content)
+    assert compose(["model=mine"], configs).model.num_layers == 5
+
+
+def test_misspelt_key_in_a_file_names_key_file_and_meaning(configs: Path) -> None:
+    (configs / "model" / "mine.yaml").write_text("num_layers: 5\nmoe:\n  topk: 3\n")
+    problem = only(["model=mine"], configs)
+    assert (problem.id, problem.key, problem.value) == ("config.unknown-key", "model.moe.topk", 3)
+    assert "model/mine.yaml" in problem.rule
+    assert problem.fix == "Did you mean model.moe.top_k?"
+
+
+def test_misspelt_key_in_an_experiment(configs: Path) -> None:
+    text = "# @package _global_\noptim:\n  learning_rat: 3\ncurriculm: {}\n"
+    (configs / "experiment" / "mine.yaml").write_text(text)
+    problems = problems_of(["experiment=mine"], configs)
+    fixes = {"Did you mean optim.learning_rate?", "Did you mean curriculum?"}
+    assert {problem.fix for problem in problems} == fixes
+    assert all("experiment/mine.yaml" in problem.rule for problem in problems)
+
+
+def test_wrong_value_in_a_file_names_the_file(configs: Path) -> None:
+    (configs / "model" / "mine.yaml").write_text("precision: fp16\n")
+    problem = only(["model=mine"], configs)
+    assert problem.id == "config.choice"
+    assert "model/mine.yaml" in problem.rule
+
+
+def test_unknown_option_in_a_defaults_list(configs: Path) -> None:
+    text = "# @package _global_\ndefaults:\n  - override /model: debgu\n"
+    (configs / "experiment" / "mine.yaml").write_text(text)
+    problem = only(["experiment=mine"], configs)
+    assert (problem.id, problem.fix) == ("config.group", "Did you mean debug?")
+
+
+def test_unknown_group_in_a_defaults_list(configs: Path) -> None:
+    text = "# @package _global_\ndefaults:\n  - override /modle: debug\n"
+    (configs / "experiment" / "mine.yaml").write_text(text)
+    problem = only(["experiment=mine"], configs)
+    assert problem.id == "config.compose"
+    assert "modle" in problem.rule
+
+
+def test_defaults_list_cannot_read_the_environment(configs: Path) -> None:
+    text = "# @package _global_\ndefaults:\n  - override /model: ${oc.env:HOME}\n"
+    (configs / "experiment" / "mine.yaml").write_text(text)
+    assert only(["experiment=mine"], configs).id == "config.file"
+
+
+# ------------------------------------------------------------------------------------------- the folder
+
+
+def test_folder_without_configuration(tmp_path: Path) -> None:
+    problem = only([], tmp_path)
+    assert problem.id == "config.no-folder"
+    assert str(tmp_path) in str(problem)
+
+
+def test_installed_without_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose_module, "_CHECKOUT_CONFIGS", tmp_path / "nowhere")
+    monkeypatch.delenv("K3TRAIN_CONFIGS", raising=False)
+    problem = only([])
+    assert "installed without a checkout" in problem.rule
+    assert "--config-dir" in problem.fix
+
+
+def test_no_torch_is_imported() -> None:
+    program = (
+        "import sys\n"
+        "from k3train.__main__ import main\n"
+        "assert main(['check', 'experiment=k3']) == 0\n"
+        "assert main(['show', 'experiment=k3']) == 0\n"
+        "assert main(['check', 'model.num_heads=7']) == 2\n"
+        "heavy = {'torch', 'megatron', 'triton', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

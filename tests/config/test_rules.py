@@ -1,0 +1,222 @@
+"""Every rule fires exactly once for the run that breaks it, and says a value that would pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import k3train.config.rules as rules_module
+from k3train.config.keys import flattened, follow, without_none
+from k3train.config.ranges import RANGES
+from k3train.config.rules import check
+from tests.config.trees import debug_run
+
+ONE_STAGE: dict[str, Any] = {
+    "curriculum.order": ["only"],
+    "curriculum.stages": {"only": {"context_tokens": 256, "tokens": 8192, "batch_tokens": 2048}},
+    "cluster.ranks_per_node": 1,
+}
+"""A smaller base, so that a wrong degree is wrong in one stage."""
+AT = "curriculum.stages.only"
+
+BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
+    # id, changes to the one-stage run, key at fault, words of the fix
+    ("run.name", {"name": " "}, "name", "Name the run"),
+    ("run.dir", {"dir": ""}, "dir", "Give a folder"),
+    ("model.mla-layers", {"model.mla_layers": [1, 5]}, "model.mla_layers", "Use [1]"),
+    ("model.mla-layers", {"model.mla_layers": [1, 1]}, "model.mla_layers", "Use [1]"),
+    ("model.dense-layers", {"model.num_dense_layers": 6}, "model.num_dense_layers", "at most 5"),
+    ("model.top-k", {"model.moe.top_k": 16}, "model.moe.top_k", "at most 15"),
+    ("model.latent", {"model.moe.latent_size": 128}, "model.moe.latent_size", "at most 127"),
+    ("model.dt", {"model.kda.dt_min": 0.2}, "model.kda.dt_min", "at most 0.1"),
+    (
+        "optim.min-learning-rate",
+        {"optim.min_learning_rate": 1.0},
+        "optim.min_learning_rate",
+        "at most 0.002",
+    ),
+    (
+        "optim.fractions",
+        {"optim.schedule": "wsd", "optim.warmup_fraction": 0.5, "optim.decay_fraction": 0.75},
+        "optim.decay_fraction",
+        "at most 0.5",
+    ),
+    (
+        "stage.peak-learning-rate",
+        {f"{AT}.learning_rate": {"peak": 1e-5}},
+        f"{AT}.learning_rate.peak",
+        "0.0002 or more",
+    ),
+    (
+        "stage.warmup",
+        {f"{AT}.learning_rate": {"warmup_tokens": 8193}},
+        f"{AT}.learning_rate.warmup_tokens",
+        "at most 8192",
+    ),
+    ("data.no-sources", {"data.sources": {}}, "data.sources", "data=tiny"),
+    ("data.path", {"data.sources.code.path": ""}, "data.sources.code.path", "corpus folder"),
+    ("data.path", {"data.heldout": {"a": " "}}, "data.heldout.a", "corpus folder"),
+    ("curriculum.empty", {"curriculum.order": []}, "curriculum.order", "Use ['only']"),
+    ("curriculum.unknown-stage", {"curriculum.order": ["only", "onyl"]}, "curriculum.order", "mean only?"),
+    ("curriculum.repeated-stage", {"curriculum.order": ["only", "only"]}, "curriculum.order", "once"),
+    (
+        "curriculum.unused-stage",
+        {"curriculum.stages.more": {"context_tokens": 256, "tokens": 512, "batch_tokens": 256}},
+        "curriculum.stages.more",
+        "Add more",
+    ),
+    ("stage.mix-source", {f"{AT}.mix": {"cod": 1.0}}, f"{AT}.mix.cod", "mean code?"),
+    ("stage.mix-sum", {f"{AT}.mix": {"code": 0.0}}, f"{AT}.mix", "positive weight"),
+    ("parallel.heads-tp", {"model.num_heads": 5, "parallel.tp": 2}, "parallel.tp", "Use 1 or 5"),
+    ("parallel.vocab-tp", {"model.vocab_size": 4097, "parallel.tp": 2}, "parallel.tp", "Use 1 or 17"),
+    ("parallel.dense-ffn-tp", {"model.dense_ffn_size": 255, "parallel.tp": 2}, "parallel.tp", "Use 1 or 3"),
+    ("parallel.shared-ffn-tp", {"model.moe.shared_ffn_size": 63, "parallel.tp": 2}, "parallel.tp", "1 or 3"),
+    (
+        "parallel.expert-ffn-etp",
+        {"model.moe.expert_ffn_size": 63, "parallel.etp": 2},
+        "parallel.etp",
+        "1 or 3",
+    ),
+    ("parallel.experts-ep", {"model.moe.num_experts": 15, "parallel.ep": 2}, "parallel.ep", "Use 1 or 3"),
+    ("parallel.ep-fold", {"parallel.ep": 4}, "parallel.ep", "Use 1 or 2 for ep"),
+    ("parallel.world", {"parallel.pp": 3}, "parallel.pp", "start 3 ranks"),
+    ("parallel.heads-cp", {"cluster.ranks_per_node": 8, "parallel.cp": 8}, "parallel.cp", "Use 2 or 4"),
+    ("parallel.vp-needs-pp", {"parallel.vp": 2}, "parallel.vp", "parallel.vp=1"),
+    ("parallel.layers-pp", {"model.num_layers": 1, "parallel.pp": 2}, "parallel.pp", "at most 1"),
+    (
+        "parallel.split-length",
+        {"parallel.pp": 2, "parallel.pipeline_split": [5]},
+        "parallel.pipeline_split",
+        "[3, 2]",
+    ),
+    (
+        "parallel.split-sum",
+        {"parallel.pp": 2, "parallel.pipeline_split": [3, 3]},
+        "parallel.pipeline_split",
+        "[3, 2]",
+    ),
+    (
+        "stage.context-shards",
+        {f"{AT}.context_tokens": 255, f"{AT}.batch_tokens": 510, f"{AT}.tokens": 510, "parallel.cp": 2},
+        f"{AT}.context_tokens",
+        "254 or 256",
+    ),
+    (
+        "stage.conv-halo",
+        {f"{AT}.context_tokens": 4, f"{AT}.batch_tokens": 8, f"{AT}.tokens": 8, "parallel.cp": 2},
+        f"{AT}.context_tokens",
+        "at least 6",
+    ),
+    ("stage.tokens-batch", {f"{AT}.tokens": 8193}, f"{AT}.tokens", "8192 or 10240"),
+    (
+        "stage.batch-context",
+        {f"{AT}.batch_tokens": 2000, f"{AT}.tokens": 8000},
+        f"{AT}.batch_tokens",
+        "1792 or 2048",
+    ),
+    ("stage.batch-ranks", {f"{AT}.micro_batch_sequences": 3}, f"{AT}.batch_tokens", "1536 or 2304"),
+    (
+        "stage.micro-batches-pp",
+        {"parallel.pp": 2, f"{AT}.batch_tokens": 256},
+        f"{AT}.batch_tokens",
+        "at least 512",
+    ),
+    (
+        "stage.micro-batches-vp",
+        {"parallel.pp": 2, "parallel.vp": 2, f"{AT}.batch_tokens": 768, f"{AT}.tokens": 7680},
+        f"{AT}.batch_tokens",
+        "512 or 1024",
+    ),
+]
+
+
+def one_stage(changes: dict[str, Any]) -> list[Any]:
+    """Problems of the one-stage run with changes; pipelines and tensor parallelism get ranks of their own."""
+    ranks = {"cluster.ranks_per_node": 2} if _needs_two(changes) else {}
+    return check(debug_run({**ONE_STAGE, **ranks, **changes}))
+
+
+def _needs_two(changes: dict[str, Any]) -> bool:
+    degrees = {changes.get(f"parallel.{name}") for name in ("tp", "pp", "cp", "ep", "etp")}
+    return bool(degrees & {2, 4})
+
+
+def test_the_base_is_sound() -> None:
+    assert check(debug_run()) == []
+    assert one_stage({}) == []
+
+
+@pytest.mark.parametrize(
+    ("id", "changes", "key", "fix"), BROKEN, ids=[f"{row[0]}-{index}" for index, row in enumerate(BROKEN)]
+)
+def test_rule_fires_once(id: str, changes: dict[str, Any], key: str, fix: str) -> None:
+    problems = one_stage(changes)
+    assert [(problem.id, problem.key) for problem in problems] == [(id, key)]
+    assert fix in problems[0].fix
+
+
+def test_every_rule_is_tested() -> None:
+    folder = Path(rules_module.__file__).parent
+    text = "".join((folder / name).read_text() for name in ("rules.py", "layout_rules.py"))
+    written = set(re.findall(r'"((?:run|model|optim|data|curriculum|stage|parallel)\.[a-z-]+)"', text))
+    written |= {f"parallel.{name}" for name in re.findall(r'\("([a-z-]+-e?tp)"', text)}
+    keys = {key for key in written if follow(key) is not None}
+    assert written - keys == {row[0] for row in BROKEN} - keys
+    assert {"run.name", "data.path"} <= {row[0] for row in BROKEN}
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {key for key in flattened() if without_none(follow(key))[0] in (int, float)}
+    numbers |= {f"{key}.*" for key in flattened() if without_none(follow(key))[0] == list[int]}
+    assert numbers == set(RANGES)
+
+
+def test_same_problem_in_all_stages_is_said_once() -> None:
+    problems = check(debug_run({"model.vocab_size": 4097, "parallel.tp": 2, "cluster.ranks_per_node": 4}))
+    assert [problem.id for problem in problems].count("parallel.vocab-tp") == 1
+
+
+def test_stage_is_named_when_the_stage_sets_the_degree() -> None:
+    problems = check(debug_run({"curriculum.stages.s8192.parallel.ep": 3}))
+    assert "curriculum.stages.s8192.parallel.ep" in {problem.key for problem in problems}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallel.tp", 0), ("parallel.tp", -2), ("model.num_heads", 0), ("model.vocab_size", 0),
+        ("curriculum.stages.s256.batch_tokens", 0), ("curriculum.stages.s256.context_tokens", -256),
+        ("curriculum.stages.s256.micro_batch_sequences", 0), ("model.kda.gate_lower_bound", -5.5),
+        ("model.kda.gate_lower_bound", 0.0), ("model.mtp.num_layers", 2), ("checkpoint.keep", 1),
+        ("optim.learning_rate", 0.0), ("optim.beta2", 1.0), ("optim.warmup_fraction", 1.5),
+        ("model.attn_res.block_layers", 0), ("cluster.nodes", 0), ("parallel.pipeline_split", [5, 0]),
+        ("curriculum.stages.s256.mix", {"code": -1.0}), ("model.mla_layers", [-1]), ("seed", -1),
+    ],
+)  # fmt: skip
+def test_number_outside_its_range_is_one_problem(key: str, value: Any) -> None:
+    """Rules that divide by it neither crash nor pile up."""
+    problems = check(debug_run({key: value}))
+    assert [problem.id for problem in problems] == ["range"]
+    assert problems[0].key.startswith(key)
+    assert problems[0].fix
+
+
+def test_wrong_keys_silence_what_reads_them() -> None:
+    run = debug_run({"model.vocab_size": 4097, "parallel.tp": 2, "cluster.ranks_per_node": 4})
+    assert "parallel.vocab-tp" in {problem.id for problem in check(run)}
+    for wrong in ("model.vocab_size", "model", "parallel.tp"):
+        assert "parallel.vocab-tp" not in {p.id for p in check(run, wrong_keys=frozenset({wrong}))}
+
+
+def test_check_leaves_the_run_alone() -> None:
+    run = debug_run({"parallel.tp": 0})
+    check(run)
+    assert run.parallel.tp == 0
+
+
+def test_all_kda_model_needs_no_whole_heads_for_context() -> None:
+    changes = {"model.mla_layers": [], "cluster.ranks_per_node": 8, "parallel.cp": 8}
+    assert one_stage({**changes, f"{AT}.context_tokens": 256}) == []
