@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,10 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path, state: dict[str, Any]) -> dict[str, Any]:
     def read() -> Any:
-        with plain_data_only():
+        with plain_data_only(), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", module=r"torch\.distributed\.checkpoint"
+            )  # about its own insides
             return dist_checkpointing.load(state, str(path))
 
     return _raised_everywhere(read)

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -125,10 +127,14 @@ def _write_tensors(scratch: Path, chunks: Sequence[Any], optimizer: Any, groups:
     # megatron-core would start a manager process per rank that imports everything again (seconds), only to
     # hand results back within this process.
     filesystem_async._results_queue = queue.Queue()
+    # It also warns that its own writer is going away; the other one needs a package this has no use for.
+    torch_strategy._logged_mcore_async_deprecation = True
     model = model_state(chunks, groups)
     state = {**model, "optimizer": optimizer_state(optimizer, model, groups, loading=False)}
     strategy: Any = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), groups.pg.dp_cp)
-    dist_checkpointing.save(state, str(scratch), strategy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about its own insides
+        dist_checkpointing.save(state, str(scratch), strategy)
 
 
 def _finish_own_files(scratch: Path, record: bytes) -> dict[str, FileEntry]:

@@ -45,21 +45,24 @@ class ToyLayer(MegatronModule):
         self.up = ColumnParallelLinear(HIDDEN, 2 * HIDDEN, gather_output=False, **args)
         self.down = RowParallelLinear(2 * HIDDEN, HIDDEN, input_is_parallel=True, **args)
         heads = HEADS // groups.layout.tp
-        self.norm_weight = torch.nn.Parameter(torch.ones(HIDDEN))
-        self.A_log = torch.nn.Parameter(torch.zeros(heads))
-        self.conv_weight = torch.nn.Parameter(torch.zeros(heads, 3))
+        device = torch.cuda.current_device()
+        self.norm_weight = torch.nn.Parameter(torch.ones(HIDDEN, device=device))
+        self.A_log = torch.nn.Parameter(torch.zeros(heads, device=device))
+        self.conv_weight = torch.nn.Parameter(torch.zeros(heads, 3, device=device))
         self.A_log.tensor_model_parallel = self.conv_weight.tensor_model_parallel = True  # type: ignore
         local = EXPERTS // groups.layout.ep
         first = groups.ep_rank * local
         self.experts = torch.nn.ParameterDict(
             {
-                str(first + i): torch.nn.Parameter(torch.zeros(HIDDEN, 2, dtype=config.params_dtype))
+                str(first + i): torch.nn.Parameter(
+                    torch.zeros(HIDDEN, 2, dtype=config.params_dtype, device=device)
+                )
                 for i in range(local)
             }
         )
         for expert in self.experts.values():
             expert.allreduce = groups.layout.ep == 1
-        self.register_buffer("expert_bias", torch.zeros(EXPERTS))
+        self.register_buffer("expert_bias", torch.zeros(EXPERTS, device=device))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> Any:
         pg = self.groups.pg

@@ -1,0 +1,67 @@
+"""Optimizer and checkpoint on a GPU, in a process of its own: the test process must not start CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+from k3train.backend.start import end_process, seed_everything, start_backend, start_processes
+from k3train.config.schema import Device, Parallel, Precision
+
+device = start_backend(Device.cuda)
+start_processes(device, timeout_seconds=60)
+seed_everything(1)
+
+import torch
+from k3train.checkpoint.folder import newest_good
+from k3train.checkpoint.load import load_checkpoint
+from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.state import model_state, optimizer_state
+from tests.parallel.toy import build_toy, parts, train_toy
+
+folder = Path(sys.argv[1])
+chunks, optimizer, groups = build_toy(1, Parallel(), Precision[sys.argv[2]])
+
+
+def everything():
+    model = model_state(chunks, groups)
+    return parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
+
+
+train_toy(chunks, optimizer, groups, steps=2)
+saved = everything()
+save_checkpoint(
+    folder, chunks=chunks, optimizer=optimizer, train_state={"step": 2}, groups=groups, keep=2
+)
+draws = torch.rand(3, device=device)
+straight = train_toy(chunks, optimizer, groups, steps=2, start=2)
+end = everything()
+load_checkpoint(newest_good(folder), chunks=chunks, optimizer=optimizer, groups=groups, verified=True)
+assert all(torch.equal(a[3], b[3]) for a, b in zip(saved, everything(), strict=True))
+assert torch.equal(torch.rand(3, device=device), draws)
+assert train_toy(chunks, optimizer, groups, steps=2, start=2) == straight
+assert all(torch.equal(a[3], b[3]) for a, b in zip(end, everything(), strict=True))
+assert all(p.is_cuda for p in chunks[0].parameters())
+print("same", flush=True)
+end_process(0)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), precision],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("same"), done.stderr[-4000:]
