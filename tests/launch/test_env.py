@@ -81,7 +81,7 @@ class World:
             cwd=self.home,
             text=True,
             capture_output=True,
-            timeout=120,
+            timeout=200,
         )
 
     def found(self, **variables: str) -> str:

@@ -64,7 +64,7 @@ class Quickstart:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=200,
         )
         return result.returncode, result.stdout, self.log.read_text().splitlines()
 

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import node
 import pytest
 import slurm
 
+from k3train.config.compose import load_resolved
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Cluster, Device, Run
 
@@ -79,6 +81,9 @@ def test_names_that_would_change_the_script_are_refused(bad: str) -> None:
 
 # ------------------------------------------------------------------------------- a Slurm for one machine
 
+PATIENCE = 200
+"""Seconds that a busy machine may take to import torch for each node; seconds on an idle one."""
+
 SRUN = """#!/bin/bash
 # Starts the command once per node; when one has ended, gives the others a moment and then signals them, as
 # srun --wait does; ends with the highest exit code.
@@ -133,6 +138,7 @@ class FakeSlurm:
 
     def __init__(self, folder: Path, nodes: int) -> None:
         self.nodes = nodes
+        self.jobs: list[subprocess.Popen[str]] = []
         self.folder = folder / "work place"
         self.run_dir = self.folder / "runs/long run"
         self.bin = folder / "bin"
@@ -163,14 +169,25 @@ class FakeSlurm:
             "SLURM_JOB_NUM_NODES": str(self.nodes),
             **variables,
         }
-        return subprocess.Popen(
+        job = subprocess.Popen(
             ["bash", str(self.script)],
             cwd=self.folder,
             env=environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+        self.jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        """End what a failed test left running."""
+        (self.run_dir / "STOP").touch()
+        for job in self.jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
 
     def lives(self) -> list[str]:
         """What each rank that started has written, sorted."""
@@ -183,17 +200,21 @@ class FakeSlurm:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> FakeSlurm:
-    return FakeSlurm(tmp_path, nodes=1)
+def cluster(tmp_path: Path) -> Iterator[FakeSlurm]:
+    slurm = FakeSlurm(tmp_path, nodes=1)
+    yield slurm
+    slurm.close()
 
 
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> FakeSlurm:
-    return FakeSlurm(tmp_path, nodes=2)
+def two_nodes(tmp_path: Path) -> Iterator[FakeSlurm]:
+    slurm = FakeSlurm(tmp_path, nodes=2)
+    yield slurm
+    slurm.close()
 
 
 def wait_for_ranks(cluster: FakeSlurm, job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(cluster.lives()) < cluster.nodes:
         assert time.monotonic() < deadline, "the ranks did not start"
         assert job.poll() is None, job.communicate()[0]
@@ -201,9 +222,10 @@ def wait_for_ranks(cluster: FakeSlurm, job: subprocess.Popen[str]) -> None:
 
 
 def end(job: subprocess.Popen[str]) -> str:
-    return job.communicate(timeout=60)[0]
+    return job.communicate(timeout=PATIENCE)[0]
 
 
+@pytest.mark.timeout(3 * PATIENCE)
 def test_the_time_limit_stops_saves_and_requeues_and_the_next_start_finishes(two_nodes: FakeSlurm) -> None:
     job = two_nodes.start("save")
     wait_for_ranks(two_nodes, job)
@@ -215,15 +237,16 @@ def test_the_time_limit_stops_saves_and_requeues_and_the_next_start_finishes(two
     assert two_nodes.lives() == [f"{first} rank {rank}/2 threads 3" for rank in (0, 1)]
 
     assert (two_nodes.run_dir / "STOP").exists()
-    job = two_nodes.start("finish", SLURM_RESTART_COUNT="1")
+    job = two_nodes.start("finish", SLURM_RESTART_COUNT="1", SLURM_JOB_NUM_NODES="1")
     output = end(job)
     assert job.returncode == 0, output
     assert not (two_nodes.run_dir / "STOP").exists()
     assert "ended with code 0, checkpoint step_" in output
-    assert len(two_nodes.lives()) == 4
+    assert two_nodes.lives()[-1] == f"{os.getpid()}-1 rank 0/1 threads 3"
     assert two_nodes.asked().count("requeue") == 1
 
 
+@pytest.mark.timeout(3 * PATIENCE)
 def test_a_stop_that_saved_nothing_is_not_requeued(cluster: FakeSlurm) -> None:
     job = cluster.start("stop")
     wait_for_ranks(cluster, job)
@@ -234,6 +257,7 @@ def test_a_stop_that_saved_nothing_is_not_requeued(cluster: FakeSlurm) -> None:
     assert cluster.asked() == ""
 
 
+@pytest.mark.timeout(3 * PATIENCE)
 def test_sigterm_to_the_script_saves_and_ends(cluster: FakeSlurm) -> None:
     job = cluster.start("save")
     wait_for_ranks(cluster, job)
@@ -244,6 +268,7 @@ def test_sigterm_to_the_script_saves_and_ends(cluster: FakeSlurm) -> None:
     assert cluster.asked() == ""
 
 
+@pytest.mark.timeout(3 * PATIENCE)
 def test_a_failed_rank_ends_the_job_and_is_not_requeued(two_nodes: FakeSlurm) -> None:
     job = two_nodes.start("fail")
     output = end(job)
@@ -257,6 +282,36 @@ def test_a_job_without_its_resolved_run_says_so(cluster: FakeSlurm) -> None:
     assert "run.yaml is missing: submit with" in end(job)
     assert job.returncode == 2
     assert cluster.lives() == []
+
+
+def test_submitting_writes_what_the_job_reads_and_refuses_to_mix_two_runs(
+    cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(cluster.folder)
+    monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_LOG", str(cluster.log))
+    assert slurm.main(["experiment=debug", "name=one", "--submit"]) == 0
+    folder = cluster.folder / "runs/one"
+    assert load_resolved(folder / "run.yaml").name == "one"
+    assert '--job-name="one"' in (folder / "job.sbatch").read_text()
+    assert cluster.asked() == f"sbatch {folder}/job.sbatch\n"
+
+    assert slurm.main(["experiment=debug", "name=one", "monitor.console_every_steps=3", "--submit"]) == 0
+    assert "monitor.console_every_steps: 10 -> 3" in capsys.readouterr().out
+    assert slurm.main(["experiment=debug", "name=one", "seed=99", "--submit"]) == 2
+    assert "seed = 99 was 1234" in capsys.readouterr().err
+    assert cluster.asked().count("sbatch") == 4
+
+
+def test_printing_writes_nothing(
+    cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(cluster.folder)
+    assert slurm.main(["experiment=debug", "name=one", "--sbatch=--exclusive"]) == 0
+    assert "#SBATCH --exclusive\n" in capsys.readouterr().out
+    assert not (cluster.folder / "runs/one").exists()
+    assert slurm.main(["experiment=debug", "nam=one"]) == 2
+    assert "Did you mean name" in capsys.readouterr().err
 
 
 def test_the_exit_code_of_a_node() -> None:

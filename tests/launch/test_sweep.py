@@ -99,7 +99,7 @@ def asked(stand_in: Path) -> list[list[object]]:
 
 def test_points_run_one_by_one_and_a_failure_does_not_keep_the_next_from_running(stand_in: Path) -> None:
     process = start(stand_in, "seed=1,2,3")
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=200)[0]
     assert process.returncode == 3
     assert asked(stand_in) == [
         [
@@ -126,7 +126,7 @@ def test_an_interrupt_reaches_the_running_point_and_ends_the_sweep(stand_in: Pat
     while "training" not in process.stdout.readline():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=200)[0]
     assert process.returncode == 75
     assert "the same command again goes on here" in output
     assert len(asked(stand_in)) == 1
