@@ -1,0 +1,67 @@
+"""Device functions shared by the Hopper kernels. Imports triton: import it inside functions only."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def ex2(x):
+    """2^x, flushing subnormals; a plain ``exp2`` spends three more instructions on them."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def sigmoid(x):
+    y = 1.0 + ex2(x * -1.4426950408889634)
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def to_channels(x, MMA: gl.constexpr):
+    """[tokens, channels] as loaded -> [channels, tokens] as the tensor cores accumulate."""
+    return gl.convert_layout(gl.permute(x, (1, 0)), MMA)
+
+
+@gluon.jit
+def put(p, x, mask, LD: gl.constexpr):
+    """Store [channels, tokens] as bf16 rows of tokens."""
+    gl.store(p, gl.convert_layout(gl.permute(x.to(gl.bfloat16), (1, 0)), LD), mask=mask)
+
+
+@gluon.jit
+def product(a, b, acc, use_acc: gl.constexpr):
+    """acc + a b, the left operand in registers. Waiting on ``a`` keeps its registers from early reuse."""
+    acc = warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
+    acc, a = warpgroup_mma_wait(0, deps=[acc, a])
+    return acc
+
+
+@gluon.jit
+def log2_gates(x, mask, rate, bias, bound, DOT: gl.constexpr):
+    """z [channels, tokens] -> bounded log2 gates as an fp16 left operand, and e^(their sum) [channels].
+
+    One fp16 part is enough: its 2^-12 relative error is a sixteenth of the rounding of the bf16 input, and
+    every sum over positions sees the same rounded gate.
+    """
+    s = sigmoid((x.to(gl.float32) + gl.expand_dims(bias, 1)) * rate)
+    g = gl.where(gl.expand_dims(mask, 0), s * (bound * 1.4426950408889634), 0.0)
+    g = g.to(gl.float16)
+    return gl.convert_layout(g, DOT), ex2(gl.sum(g.to(gl.float32), 1))
+
+
+@gluon.jit
+def store_triangles(tri, LT: gl.constexpr):
+    """fp16 0/1 matrices [3, 32, 32] that sum gates over positions (rows are summed over).
+
+    0: up to and with the column; 1: after the column; 2: as 0 without the block's first token.
+    """
+    i = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, LT)), 1)
+    j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LT)), 0)
+    tri.index(0).store((i <= j).to(gl.float16))
+    tri.index(1).store((i > j).to(gl.float16))
+    tri.index(2).store(((i <= j) & (i > 0)).to(gl.float16))

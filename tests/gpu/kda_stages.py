@@ -1,0 +1,208 @@
+"""The chunked algebra of the Hopper KDA kernels, stage by stage, in plain torch.
+
+One document, all heads; every stage returns what the kernel of that name writes. ``cut`` rounds a tensor where the
+kernels round to bf16 (identity in float64 tests).
+"""
+
+import math
+
+import torch
+
+C, B = 64, 32
+
+
+def keep(x):
+    return x
+
+
+def bf16(x):
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def prepare(q, k, z, A_log, dt_bias, bound):
+    """[t, h, d] inputs of one document -> chunked normalised q, k and natural-log gates [h, n, 64, d]."""
+    t, h, d = q.shape
+    n = -(-t // C)
+
+    def chunk(x):
+        x = torch.cat([x, x.new_zeros(n * C - t, h, x.shape[-1])])
+        return x.view(n, C, h, -1).permute(2, 0, 1, 3)
+
+    s = torch.sigmoid(A_log.exp()[:, None] * (z + dt_bias.view(h, d)))
+    rq = (q.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt()
+    rk = (k.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return chunk(q * rq) * d**-0.5, chunk(k * rk), chunk(bound * s), chunk(s), chunk(rq), chunk(rk)
+
+
+def halves(x):
+    return x[..., :B, :], x[..., B:, :]
+
+
+def factors(g, bound):
+    """Per 32-token block: decay from its start, to its end, and around the fixed causal anchor."""
+    L = g.cumsum(-2)
+    shift = (B - 1) * abs(bound) / 2
+    A = L - g[..., :1, :] + shift
+    return L.exp(), (L[..., -1:, :] - L).exp(), A.exp(), (-A).exp(), L[..., -1, :].exp()
+
+
+def prep(q, k, g, bound, cut=keep):
+    (q0, q1), (k0, k1), (g0, g1) = halves(q), halves(k), halves(g)
+    F0, B0, x0, y0, e0 = factors(g0, bound)
+    F1, B1, x1, y1, e1 = factors(g1, bound)
+    out = {
+        "kh": torch.cat([k0 * F0, k1 * F1 * e0[..., None, :]], -2),
+        "qh": torch.cat([q0 * F0, q1 * F1 * e0[..., None, :]], -2),
+        "kt": torch.cat([k0 * B0 * e1[..., None, :], k1 * B1], -2),
+        "dec": e0 * e1,
+    }
+    low = torch.ones(B, B, dtype=torch.bool, device=q.device).tril()
+
+    def scores(a0, a1, mask):
+        zero = q.new_zeros(())
+        d0 = torch.where(mask, cut(a0 * x0) @ cut(k0 * y0).mT, zero)
+        d1 = torch.where(mask, cut(a1 * x1) @ cut(k1 * y1).mT, zero)
+        o = cut(a1 * F1) @ cut(k0 * B0).mT
+        return torch.cat([torch.cat([d0, torch.zeros_like(d0)], -1), torch.cat([o, d1], -1)], -2)
+
+    out["aqk"] = scores(q0, q1, low)
+    out["akk"] = scores(k0, k1, low.tril(-1))
+    return {n: cut(x) if n != "dec" else x for n, x in out.items()}
+
+
+def inverse(akk, beta):
+    eye = torch.eye(C, dtype=akk.dtype, device=akk.device)
+    return torch.linalg.inv(eye + beta[..., None] * akk) * beta[..., None, :]
+
+
+def chain(p, tb, v, S, cut=keep):
+    """v [h, n, 64, d]; S [h, d, d] -> o, U, the state entering each chunk and the final state."""
+    o, U, hs = [], [], []
+    for i in range(v.shape[1]):
+        Sb = cut(S)
+        u = cut(tb[:, i] @ cut(v[:, i] - p["kh"][:, i] @ Sb))
+        o.append(p["qh"][:, i] @ Sb + p["aqk"][:, i] @ u)
+        hs.append(Sb)
+        U.append(u)
+        S = p["dec"][:, i, :, None] * S + p["kt"][:, i].mT @ u
+    return torch.stack(o, 1), torch.stack(U, 1), torch.stack(hs, 1), S
+
+
+def chain_backward(p, tb, do, dS, cut=keep):
+    """-> dv, the gradient of the state leaving each chunk, and of the initial state."""
+    n = do.shape[1]
+    dv, dhs = [None] * n, [None] * n
+    for i in reversed(range(n)):
+        Sb = dhs[i] = cut(dS)
+        dU = cut(p["aqk"][:, i].mT @ do[:, i] + p["kt"][:, i] @ Sb)
+        dv[i] = X = cut(tb[:, i].mT @ dU)
+        dS = p["dec"][:, i, :, None] * dS + p["qh"][:, i].mT @ do[:, i] - p["kh"][:, i].mT @ X
+    return torch.stack(dv, 1), torch.stack(dhs, 1), dS
+
+
+def score(o, v, beta_logit, do, U, dv, cut=keep):
+    low = torch.ones(C, C, dtype=torch.bool, device=o.device).tril(-1)
+    em = torch.exp(-beta_logit.clamp_min(-30))
+    xu = (dv * U).sum(-1)
+    zero = o.new_zeros(())
+    return {
+        "dA": cut(torch.where(low, do @ U.mT, zero)),
+        "dB": cut(torch.where(low, -dv @ U.mT, zero)),
+        "dd": (do * U).sum(-1),
+        "sq": (do * o).sum(-1),
+        "sk": 2 * xu * (1 + em) - (dv * v).sum(-1),
+        "dbeta": xu * em,
+    }
+
+
+def gradient(q, k, g, bound, do, U, dv, hs, dhs, sc, rq, rk, s, a, cut=keep):
+    """-> dq, dk (of the raw inputs) and dz, all [h, n, 64, d]."""
+    d = q.shape[-1]
+    scale = d**-0.5
+    (q0, q1), (k0, k1), (g0, g1) = halves(q), halves(k), halves(g)
+    F0, B0, x0, y0, e0 = factors(g0, bound)
+    F1, B1, x1, y1, e1 = factors(g1, bound)
+    (o0, o1), (v0, v1), (u0, u1) = halves(do), halves(dv), halves(U)
+    A, Bm = sc["dA"], sc["dB"]
+    last = (hs * dhs).sum(-1) * e0 * e1
+    yo, qF, kF = cut(k0 * B0), cut(q1 * F1), cut(k1 * F1)
+
+    def diagonal(q, k, x, y, A, Bm):
+        y_, qx, kx = cut(k * y), cut(q * x), cut(k * x)
+        tq, tk, tc = A @ y_, Bm @ y_, A.mT @ qx + Bm.mT @ kx
+        return tq * x, tk * x + tc * y, qx * tq + kx * tk - y_ * tc
+
+    # block 1
+    tq = o1 @ hs.mT * e0[..., None, :] + A[..., B:, :B] @ yo
+    tk = -(v1 @ hs.mT) * e0[..., None, :] + Bm[..., B:, :B] @ yo
+    tc = u1 @ dhs.mT * B1
+    dq1, dk1 = tq * F1, tk * F1 + tc
+    last = last + (tc * k1).sum(-2)
+    G1 = qF * tq + kF * tk - tc * k1
+    a_, b_, c_ = diagonal(q1, k1, x1, y1, A[..., B:, B:], Bm[..., B:, B:])
+    dq1, dk1, G1 = dq1 + a_, dk1 + b_, G1 + c_
+    # block 0
+    dq0, dk0 = o0 @ hs.mT * F0, -(v0 @ hs.mT) * F0
+    G0 = q0 * dq0 + k0 * dk0
+    tc = u0 @ dhs.mT * e1[..., None, :]
+    last = last + (yo * tc).sum(-2)
+    tc = tc + A[..., B:, :B].mT @ qF + Bm[..., B:, :B].mT @ kF
+    G0 = G0 - yo * tc
+    dk0 = dk0 + tc * B0
+    a_, b_, c_ = diagonal(q0, k0, x0, y0, A[..., :B, :B], Bm[..., :B, :B])
+    dq0, dk0, G0 = dq0 + a_, dk0 + b_, G0 + c_
+    dq, dk = torch.cat([dq0, dq1], -2), torch.cat([dk0, dk1], -2)
+    R = torch.cat([G0, G1], -2).flip(-2).cumsum(-2).flip(-2) + last[..., None, :]
+    dz = R * bound * s * (1 - s) * a[:, None, None, None]
+    dd, sq, sk = (sc[n][..., None] for n in ("dd", "sq", "sk"))
+    return rq * ((dq + dd * k) * scale - q * sq / scale), rk * (dk + dd * q - k * sk), dz
+
+
+def run(q, k, v, z, beta, A_log, dt_bias, do, bound, S0=None, dST=None, cut=keep):
+    """Every stage for one document; inputs [t, h, d] -> dict of stage outputs and of flattened gradients."""
+    t, h, d = q.shape
+    qn, kn, g, s, rq, rk = prepare(q, k, z, A_log, dt_bias, bound)
+
+    def chunk(x):
+        n = -(-t // C)
+        return torch.cat([x, x.new_zeros(n * C - t, *x.shape[1:])]).view(n, C, h, -1).permute(2, 0, 1, 3)
+
+    valid = (torch.arange(g.shape[1] * C, device=q.device) < t).view(1, -1, C)
+    g = g * valid[..., None]
+    p = prep(qn, kn, g, bound, cut)
+    bl = chunk(beta[..., None])[..., 0]
+    p["tb"] = cut(inverse(p["akk"], torch.sigmoid(bl) * valid))
+    zero = q.new_zeros(h, d, d)
+    vc, oc = chunk(v), chunk(do)
+    o, U, hs, ST = chain(p, p["tb"], vc, zero if S0 is None else S0, cut)
+    o = cut(o)
+    dv, dhs, dS0 = chain_backward(p, p["tb"], oc, zero if dST is None else dST, cut)
+    sc = score(o, vc, bl, oc, U, dv, cut)
+    dq, dk, dz = gradient(qn, kn, g, bound, oc, U, dv, hs, dhs, sc, rq, rk, s, A_log.exp(), cut)
+
+    def flat(x):
+        return x.permute(1, 2, 0, 3).reshape(-1, h, x.shape[-1])[:t]
+
+    out = dict(p, o=flat(o), U=U, hs=hs, dhs=dhs, final=ST, dinitial=dS0, dv=flat(dv), **{n: x for n, x in sc.items() if n != "dbeta"})
+    out.update(dq=flat(dq), dk=flat(dk), dz=flat(dz), dbeta=flat(sc["dbeta"][..., None])[..., 0])
+    zb = z + dt_bias.view(h, d)
+    out["dA_log"] = (out["dz"] * zb).sum((0, 2))
+    out["ddt_bias"] = out["dz"].sum(0).reshape(-1)
+    return out
+
+
+def recurrence(q, k, v, z, beta, A_log, dt_bias, bound, S=None):
+    """The token recurrence, differentiable: [t, h, d] -> o, final state."""
+    t, h, d = q.shape
+    q = q * (q.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt() * d**-0.5
+    k = k * (k.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt()
+    w = (bound * torch.sigmoid(A_log.exp()[:, None] * (z + dt_bias.view(h, d)))).exp()
+    b = torch.sigmoid(beta)
+    S = q.new_zeros(h, d, v.shape[-1]) if S is None else S
+    o = []
+    for i in range(t):
+        S = S * w[i, :, :, None]
+        u = b[i, :, None] * (v[i] - torch.einsum("hk,hkv->hv", k[i], S))
+        S = S + k[i, :, :, None] * u[:, None]
+        o.append(torch.einsum("hk,hkv->hv", q[i], S))
+    return torch.stack(o), S
