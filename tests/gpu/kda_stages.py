@@ -1,10 +1,8 @@
 """The chunked algebra of the Hopper KDA kernels, stage by stage, in plain torch.
 
-One document, all heads; every stage returns what the kernel of that name writes. ``cut`` rounds a tensor where the
-kernels round to bf16 (identity in float64 tests).
+One document, all heads; every stage returns what the kernel of that name writes. ``cut`` rounds a tensor
+where the kernels round to bf16 (identity in float64 tests).
 """
-
-import math
 
 import torch
 
@@ -183,7 +181,17 @@ def run(q, k, v, z, beta, A_log, dt_bias, do, bound, S0=None, dST=None, cut=keep
     def flat(x):
         return x.permute(1, 2, 0, 3).reshape(-1, h, x.shape[-1])[:t]
 
-    out = dict(p, o=flat(o), U=U, hs=hs, dhs=dhs, final=ST, dinitial=dS0, dv=flat(dv), **{n: x for n, x in sc.items() if n != "dbeta"})
+    out = dict(
+        p,
+        o=flat(o),
+        U=U,
+        hs=hs,
+        dhs=dhs,
+        final=ST,
+        dinitial=dS0,
+        dv=flat(dv),
+        **{n: x for n, x in sc.items() if n != "dbeta"},
+    )
     out.update(dq=flat(dq), dk=flat(dk), dz=flat(dz), dbeta=flat(sc["dbeta"][..., None])[..., 0])
     zb = z + dt_bias.view(h, d)
     out["dA_log"] = (out["dz"] * zb).sum((0, 2))

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +74,8 @@ def fla(*x, borders=None):
     cu = None if borders is None else torch.tensor(borders, device="cuda", dtype=torch.long)
     return chunk_kda(
         q=q, k=k, v=v, g=z, beta=beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=BOUND, A_log=a, dt_bias=bias, cu_seqlens=cu,
+        use_beta_sigmoid_in_kernel=True, safe_gate=True,
+        lower_bound=BOUND, A_log=a, dt_bias=bias, cu_seqlens=cu,
     )[0], None  # fmt: skip
 
 
@@ -87,7 +89,13 @@ def section_stages(out: dict) -> None:
         do = torch.randn(t, h, d, device="cuda").to(torch.bfloat16)
         s0, ds = torch.randn(2, 1, h, d, d, device="cuda")
         q, k, v, z, beta = (y[0].contiguous() for y in x[:5])
-        want = stages.run(*(y.double() for y in (q, k, v, z, beta, *x[5:], do)), BOUND, s0[0].double(), ds[0].double(), stages.bf16)
+        want = stages.run(
+            *(y.double() for y in (q, k, v, z, beta, *x[5:], do)),
+            BOUND,
+            s0[0].double(),
+            ds[0].double(),
+            stages.bf16,
+        )
         table = T._table((0, t), q.device)
         got = T._operands(q, k, z, beta, x[5], x[6], BOUND, table)
         row = {}
@@ -122,7 +130,7 @@ def reference(x, do, borders):
     y = [t.detach().double().requires_grad_() for t in x]
     parts = []
     for b in range(x[0].shape[0]):
-        for a, e in zip(borders[:-1], borders[1:], strict=True):
+        for a, e in pairwise(borders):
             parts.append(stages.recurrence(*(t[b, a:e] for t in y[:5]), y[5], y[6], BOUND)[0])
     o = torch.cat(parts).view(x[2].shape)
     return o, torch.autograd.grad(o, y, do.double())
@@ -131,7 +139,11 @@ def reference(x, do, borders):
 def section_check(out: dict, h: int, who: str = "ours") -> None:
     """Output and all gradients against the token recurrence in float64; two runs bitwise equal."""
     fn = {"ours": ours, "fla": fla}[who]
-    cases = [(1, 512, r, None) for r in REGIMES] + [(1, 512, "mixed", DOCUMENTS), (1, 512, "slow", DOCUMENTS), (1, 77, "mixed", None)]
+    cases = [(1, 512, r, None) for r in REGIMES] + [
+        (1, 512, "mixed", DOCUMENTS),
+        (1, 512, "slow", DOCUMENTS),
+        (1, 77, "mixed", None),
+    ]
     cases.append((2, 130, "mixed", None))
     for b, t, regime, borders in cases:
         if who == "fla" and borders is None and t != 512:
@@ -143,10 +155,19 @@ def section_check(out: dict, h: int, who: str = "ours") -> None:
         o2, _, g2 = gradients(fn, x, do, borders=borders)
         same = torch.equal(o, o2) and all(torch.equal(p, r) for p, r in zip(g, g2, strict=True))
         ro, rg = reference(x, do, borders or (0, t))
-        row = {"o": relative(o, ro), **{n: relative(p, r) for n, p, r in zip(NAMES, g, rg, strict=True)}, "repeat": same}
+        row = {
+            "o": relative(o, ro),
+            **{n: relative(p, r) for n, p, r in zip(NAMES, g, rg, strict=True)},
+            "repeat": same,
+        }
         key = f"{who} h{h} b{b} t{t} {regime}{' documents' if borders else ''}"
         out.setdefault("check", {})[key] = row
-        print(key, " ".join(f"{n} {e:.1e}" for n, e in row.items() if n != "repeat"), "bitwise" if same else "NOT REPEATABLE", flush=True)
+        print(
+            key,
+            " ".join(f"{n} {e:.1e}" for n, e in row.items() if n != "repeat"),
+            "bitwise" if same else "NOT REPEATABLE",
+            flush=True,
+        )
 
 
 def median(fn, seconds: float = 0.25) -> float:
@@ -170,7 +191,14 @@ def borders_of(t: int, documents: int) -> tuple[int, ...] | None:
     return None if documents == 1 else tuple(t * i // documents for i in range(documents + 1))
 
 
-SHAPES = ((1, 8192, 96, 1), (1, 8192, 16, 1), (1, 65536, 16, 16), (8, 1024, 96, 1), (1, 131072, 16, 1), (1, 32768, 96, 1))
+SHAPES = (
+    (1, 8192, 96, 1),
+    (1, 8192, 16, 1),
+    (1, 65536, 16, 16),
+    (8, 1024, 96, 1),
+    (1, 131072, 16, 1),
+    (1, 32768, 96, 1),
+)
 
 
 def time_one(fn, b: int, t: int, h: int, documents: int) -> dict:
@@ -198,7 +226,11 @@ def kernels(fn, b: int, t: int, h: int, documents: int) -> dict[str, float]:
         for _ in range(5):
             gradients(fn, x, do, borders=borders)
         torch.cuda.synchronize()
-    rows = [(e.self_device_time_total / 5e3, e.count / 5, e.key[:60]) for e in p.key_averages() if e.self_device_time_total > 0]
+    rows = [
+        (e.self_device_time_total / 5e3, e.count / 5, e.key[:60])
+        for e in p.key_averages()
+        if e.self_device_time_total > 0
+    ]
     return {f"{n} x{c:.0f}": round(ms, 4) for ms, c, n in sorted(rows, reverse=True)[:16]}
 
 
@@ -223,7 +255,15 @@ def section_settings(out: dict) -> None:
     import k3train.kernels.kda.triton_kda as T
 
     for h, t in ((96, 8192), (16, 8192)):
-        for block_v, warps, depth in ((128, 8, 2), (64, 8, 2), (64, 4, 1), (64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 8, 3)):
+        for block_v, warps, depth in (
+            (128, 8, 2),
+            (64, 8, 2),
+            (64, 4, 1),
+            (64, 4, 2),
+            (32, 4, 2),
+            (32, 4, 3),
+            (64, 8, 3),
+        ):
             T._Shapes.__init__ = lambda s, h, table, v=(block_v, warps, depth): s.__dict__.update(
                 zip(("block_v", "warps", "stages"), v, strict=True)
             )
@@ -249,8 +289,11 @@ def environment() -> dict:
     y = torch.empty_like(x)
     copy = 2 * x.numel() / median(lambda: y.copy_(x)) / 1e6
     return {
-        "device": p.name, "processors": p.multi_processor_count, "torch": torch.__version__, "triton": triton.__version__,
-        "available": is_available("cuda", torch.bfloat16, 128, BOUND), "ptxas": knobs.nvidia.ptxas.version, "copy GB/s": round(copy),
+        "device": p.name,
+        "processors": p.multi_processor_count, "torch": torch.__version__, 
+        "triton": triton.__version__,
+        "available": is_available("cuda", torch.bfloat16, 128, BOUND), 
+        "ptxas": knobs.nvidia.ptxas.version, "copy GB/s": round(copy),
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""The sequential part of KDA: one program carries a head's state (or its gradient) through a document's chunks.
+"""The sequential part of KDA: one program carries a head's state, or its gradient, through a document.
 
-Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are computed;
-the state stays in fp32 accumulators. Every left operand of a product lies in shared memory.
+Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are
+computed; the state stays in fp32 accumulators. Every left operand of a product lies in shared memory.
 
 Imports triton: import it inside functions only.
 """
@@ -18,8 +18,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-              HAS_H0: gl.constexpr, STORE_HT: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr):
+def kda_chain(
+    v,
+    kh,
+    kt,
+    qh,
+    tb,
+    aqk,
+    hs,
+    us,
+    dec,
+    o,
+    h0,
+    ht,
+    documents,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    STORE_HT: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    STAGES: gl.constexpr,
+    W: gl.constexpr,
+):
     C: gl.constexpr = 64
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV // (W // 4), 16])
@@ -62,24 +84,21 @@ def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.c
     dS = gl.arange(0, D, gl.SliceLayout(1, MS))
     vS = gl.arange(0, BV, gl.SliceLayout(0, MS))
     pS = (i_n * H + i_h).to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
-    if HAS_H0:
-        S = gl.load(h0 + pS)
-    else:
-        S = gl.zeros([D, BV], gl.float32, MS)
+    S = gl.load(h0 + pS) if HAS_H0 else gl.zeros([D, BV], gl.float32, MS)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
     rO = gl.arange(0, C, gl.SliceLayout(1, LO))
     vO = gl.arange(0, BV, gl.SliceLayout(0, LO))
     pO = (bos.to(gl.int64) * H + i_h) * V + i_v * BV + gl.expand_dims(rO * (H * V), 1) + gl.expand_dims(vO, 0)
-    d_next = gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.)
+    d_next = gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.0)
     for i in range(NT):
         slot = i % STAGES
         bar = bars.index(slot)
         left = T - i * C
         b = (c0 + i) * H + i_h
         d_now = d_next
-        d_next = gl.load(dec + (b + H).to(gl.int64) * D + dS, mask=dS < (NT - 1 - i) * D, other=0.)
+        d_next = gl.load(dec + (b + H).to(gl.int64) * D + dS, mask=dS < (NT - 1 - i) * D, other=0.0)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(bar, (i // STAGES) & 1)
@@ -91,7 +110,7 @@ def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.c
             tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
             R = warpgroup_mma_wait(0, deps=[R])
         x = sv.index(slot).load(MT).to(gl.float32) - R
-        sR.store(gl.where(gl.expand_dims(rT < left, 1), x, 0.).to(gl.bfloat16))
+        sR.store(gl.where(gl.expand_dims(rT < left, 1), x, 0.0).to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         U = warpgroup_mma(stb.index(slot), sR, zero, use_acc=False, is_async=True)
@@ -104,7 +123,9 @@ def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.c
         gl.thread_barrier()
         if OUTPUT:
             O = warpgroup_mma(saq.index(slot), sU, O, is_async=True)
-            S = warpgroup_mma(skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True)
+            S = warpgroup_mma(
+                skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True
+            )
             O = warpgroup_mma_wait(1, deps=[O])
             sR.store(O.to(gl.bfloat16))
             gl.thread_barrier()
@@ -112,7 +133,9 @@ def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.c
             S = warpgroup_mma_wait(0, deps=[S])
         else:
             tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
-            S = warpgroup_mma(skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True)
+            S = warpgroup_mma(
+                skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True
+            )
             S = warpgroup_mma_wait(0, deps=[S])
             tma.store_wait(0)
         gl.thread_barrier()
@@ -120,7 +143,9 @@ def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.c
         n = b + STAGES * H
         mbarrier.expect(bar, BYTES, pred=go)
         tma.async_copy_global_to_shared(kh, [n * C, 0], bar, skh.index(slot), pred=go)
-        tma.async_copy_global_to_shared(v, [bos + (i + STAGES) * C, i_h * V + i_v * BV], bar, sv.index(slot), pred=go)
+        tma.async_copy_global_to_shared(
+            v, [bos + (i + STAGES) * C, i_h * V + i_v * BV], bar, sv.index(slot), pred=go
+        )
         tma.async_copy_global_to_shared(tb, [n * C, 0], bar, stb.index(slot), pred=go)
         tma.async_copy_global_to_shared(kt, [n * C, 0], bar, skt.index(slot), pred=go)
         if OUTPUT:
@@ -134,8 +159,28 @@ def kda_chain(v, kh, kt, qh, tb, aqk, hs, us, dec, o, h0, ht, documents, H: gl.c
 
 
 @gluon.jit
-def kda_bchain(do, kh, kt, qh, tb, aqk, dhs, dec, dv, dht, dh0, documents, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BV: gl.constexpr,
-               HAS_DHT: gl.constexpr, STORE_DH0: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr):
+def kda_bchain(
+    do,
+    kh,
+    kt,
+    qh,
+    tb,
+    aqk,
+    dhs,
+    dec,
+    dv,
+    dht,
+    dh0,
+    documents,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    STORE_DH0: gl.constexpr,
+    STAGES: gl.constexpr,
+    W: gl.constexpr,
+):
     C: gl.constexpr = 64
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV // (W // 4), 16])
@@ -177,17 +222,14 @@ def kda_bchain(do, kh, kt, qh, tb, aqk, dhs, dec, dv, dht, dh0, documents, H: gl
     dS = gl.arange(0, D, gl.SliceLayout(1, MS))
     vS = gl.arange(0, BV, gl.SliceLayout(0, MS))
     pS = (i_n * H + i_h).to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
-    if HAS_DHT:
-        S = gl.load(dht + pS)
-    else:
-        S = gl.zeros([D, BV], gl.float32, MS)
+    S = gl.load(dht + pS) if HAS_DHT else gl.zeros([D, BV], gl.float32, MS)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
     rO = gl.arange(0, C, gl.SliceLayout(1, LO))
     vO = gl.arange(0, BV, gl.SliceLayout(0, LO))
     pO = (bos.to(gl.int64) * H + i_h) * V + i_v * BV + gl.expand_dims(rO * (H * V), 1) + gl.expand_dims(vO, 0)
-    d_next = gl.load(dec + ((c0 + NT - 1) * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.)
+    d_next = gl.load(dec + ((c0 + NT - 1) * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.0)
     for ii in range(NT):
         i = NT - 1 - ii
         slot = ii % STAGES
@@ -195,7 +237,7 @@ def kda_bchain(do, kh, kt, qh, tb, aqk, dhs, dec, dv, dht, dh0, documents, H: gl
         left = T - i * C
         b = (c0 + i) * H + i_h
         d_now = d_next
-        d_next = gl.load(dec + (b - H).to(gl.int64) * D + dS, mask=dS < i * D, other=0.)
+        d_next = gl.load(dec + (b - H).to(gl.int64) * D + dS, mask=dS < i * D, other=0.0)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(bar, (ii // STAGES) & 1)
@@ -203,24 +245,28 @@ def kda_bchain(do, kh, kt, qh, tb, aqk, dhs, dec, dv, dht, dh0, documents, H: gl
         if left < C:
             # rows past the document's end belong to the next document
             x = sdo.index(slot).load(MT)
-            sdo.index(slot).store(gl.where(gl.expand_dims(rT < left, 1), x, 0.))
+            sdo.index(slot).store(gl.where(gl.expand_dims(rT < left, 1), x, 0.0))
             fence_async_shared()
             gl.thread_barrier()
-        U = warpgroup_mma(saq.index(slot).permute((1, 0)), sdo.index(slot), zero, use_acc=False, is_async=True)
+        U = warpgroup_mma(
+            saq.index(slot).permute((1, 0)), sdo.index(slot), zero, use_acc=False, is_async=True
+        )
         U = warpgroup_mma(skt.index(slot), sS, U, is_async=True)
-        S = warpgroup_mma(sqh.index(slot).permute((1, 0)), sdo.index(slot), S * gl.expand_dims(d_now, 1), is_async=True)
+        S = warpgroup_mma(
+            sqh.index(slot).permute((1, 0)), sdo.index(slot), S * gl.expand_dims(d_now, 1), is_async=True
+        )
         U = warpgroup_mma_wait(1, deps=[U])
         sU.store(U.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         X = warpgroup_mma(stb.index(slot).permute((1, 0)), sU, zero, use_acc=False, is_async=True)
         X, S = warpgroup_mma_wait(0, deps=[X, S])
-        sX.store((0. - X).to(gl.bfloat16))
+        sX.store((0.0 - X).to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         S = warpgroup_mma(skh.index(slot).permute((1, 0)), sX, S, is_async=True)
         x = sX.load(LO).to(gl.float32)
-        gl.store(dv + pO + i * (C * H * V), (0. - x).to(gl.bfloat16), mask=gl.expand_dims(rO < left, 1))
+        gl.store(dv + pO + i * (C * H * V), (0.0 - x).to(gl.bfloat16), mask=gl.expand_dims(rO < left, 1))
         S = warpgroup_mma_wait(0, deps=[S])
         tma.store_wait(0)
         gl.thread_barrier()

@@ -1,12 +1,12 @@
 """Gradients of a chunk's inputs from the states, their gradients and the chunk's own pairs of tokens.
 
-``kda_pairs`` writes the gradients of the two score matrices as 32 x 32 tiles and the row sums that stand for the
-l2 norms and beta: q.dq = dO.O and k.dk = -dV.V + 2 dV.U / beta. ``kda_grad`` then works on blocks of 64 channels,
-laid out [channels, tokens].
+``kda_pairs`` writes the gradients of the two score matrices as 32 x 32 tiles and the row sums that stand
+for the l2 norms and beta: q.dq = dO.O and k.dk = -dV.V + 2 dV.U / beta. ``kda_grad`` then works on blocks
+of 64 channels, laid out [channels, tokens].
 
-The gate's gradient is a sum over positions of terms that enter at one token and leave at another. Each term is
-formed twice, once per end, from the same rounded operands; so the ends cancel as in exact arithmetic and bf16
-operands are enough. The i = j terms do not depend on the gate and stay out of the products.
+The gate's gradient is a sum over positions of terms that enter at one token and leave at another. Each term
+is formed twice, once per end, from the same rounded operands; so the ends cancel as in exact arithmetic and
+bf16 operands are enough. The i = j terms do not depend on the gate and stay out of the products.
 
 Imports triton: import it inside functions only.
 """
@@ -22,11 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from k3train.kernels.kda.triton_math import ex2, log2_gates, product, put, sigmoid, store_triangles, to_channels
+from k3train.kernels.kda.triton_math import (
+    ex2,
+    log2_gates,
+    product,
+    put,
+    sigmoid,
+    store_triangles,
+    to_channels,
+)
 
 
 @triton.jit
-def kda_pairs(beta, v, o, do, us, dv, db, tiles, sums, chunks, H: tl.constexpr, V: tl.constexpr, DT: tl.constexpr):
+def kda_pairs(
+    beta, v, o, do, us, dv, db, tiles, sums, chunks, H: tl.constexpr, V: tl.constexpr, DT: tl.constexpr
+):
     C: tl.constexpr = 64
     i_h = tl.program_id(0) % H
     i_c = (tl.program_id(0) // H).to(tl.int64)
@@ -38,18 +48,20 @@ def kda_pairs(beta, v, o, do, us, dv, db, tiles, sums, chunks, H: tl.constexpr, 
     b = i_c * H + i_h
     row0 = first * H + i_h
     pv = (r * (H * V))[:, None] + ov[None, :]
-    b_do = tl.load(do + row0 * V + pv, mask=m[:, None], other=0.)
-    b_x = tl.load(dv + row0 * V + pv, mask=m[:, None], other=0.)
+    b_do = tl.load(do + row0 * V + pv, mask=m[:, None], other=0.0)
+    b_x = tl.load(dv + row0 * V + pv, mask=m[:, None], other=0.0)
     b_u = tl.load(us + b * (C * V) + (r[:, None] * V + ov[None, :]))
-    br = tl.load(beta + row0 + r * H, mask=m, other=0.).to(tl.float32)
+    br = tl.load(beta + row0 + r * H, mask=m, other=0.0).to(tl.float32)
     u32 = b_u.to(tl.float32)
     x32 = b_x.to(tl.float32)
     d32 = b_do.to(tl.float32)
     xu = tl.sum(x32 * u32, 1)
     dd = tl.sum(d32 * u32, 1)
-    sq = tl.sum(d32 * tl.load(o + row0 * V + pv, mask=m[:, None], other=0.).to(tl.float32), 1)
-    em = tl.exp(-tl.maximum(br, -30.))
-    sk = 2. * xu * (1. + em) - tl.sum(x32 * tl.load(v + row0 * V + pv, mask=m[:, None], other=0.).to(tl.float32), 1)
+    sq = tl.sum(d32 * tl.load(o + row0 * V + pv, mask=m[:, None], other=0.0).to(tl.float32), 1)
+    em = tl.exp(-tl.maximum(br, -30.0))
+    sk = 2.0 * xu * (1.0 + em) - tl.sum(
+        x32 * tl.load(v + row0 * V + pv, mask=m[:, None], other=0.0).to(tl.float32), 1
+    )
     tl.store(db + row0 + r * H, (xu * em).to(db.dtype.element_ty), mask=m)
     ps = sums + b * (3 * C) + r
     tl.store(ps, dd)
@@ -59,8 +71,8 @@ def kda_pairs(beta, v, o, do, us, dv, db, tiles, sums, chunks, H: tl.constexpr, 
     i, j = r[:, None], r[None, :]
     pt = tiles + b * 6144 + (tl.where(i < 32, 0, tl.where(j < 32, 2048, 1024)) + (i % 32) * 32 + j % 32)
     keep = (i >= 32) | (j < 32)
-    tl.store(pt, tl.where(i > j, tl.dot(b_do, ut), 0.).to(DT), mask=keep)
-    tl.store(pt + 3072, tl.where(i > j, -tl.dot(b_x, ut), 0.).to(DT), mask=keep)
+    tl.store(pt, tl.where(i > j, tl.dot(b_do, ut), 0.0).to(DT), mask=keep)
+    tl.store(pt + 3072, tl.where(i > j, -tl.dot(b_x, ut), 0.0).to(DT), mask=keep)
 
 
 @gluon.jit
@@ -79,13 +91,13 @@ def normed(x, r):
 def diagonal(q, k, ga, shift, tri, dA, dB, dq, dk, dG, MMA: gl.constexpr, DOT: gl.constexpr):
     """Adds one 32-token diagonal tile to dq, dk and the gate's gradient.
 
-    The rounded operands of one product multiply the result of the other one, so that a pair of tokens adds the
-    same number to the gate's gradient where it enters and where it leaves the sum over positions.
+    The rounded operands of one product multiply the result of the other one, so that a pair of tokens adds
+    the same number to the gate's gradient where it enters and where it leaves the sum over positions.
     """
     zero = gl.zeros_like(q)
     A = product(ga, tri, zero, False) + shift
     xe = ex2(A)
-    ye = ex2(0. - A)
+    ye = ex2(0.0 - A)
     y = (k * ye).to(gl.bfloat16)
     ya = gl.convert_layout(y, DOT)
     t = product(ya, dA.permute((1, 0)), zero, False)
@@ -115,16 +127,41 @@ def suffix(dG, tri, DOT: gl.constexpr):
 
 
 @gluon.jit
-def kda_grad(q, k, z, A_log, bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk, dz, dAp, dbp, chunks, scale, lb, shift,
-             H: gl.constexpr, D: gl.constexpr, V: gl.constexpr):
+def kda_grad(
+    q,
+    k,
+    z,
+    A_log,
+    bias,
+    do,
+    us,
+    dv,
+    hs,
+    dhs,
+    rs,
+    tiles,
+    sums,
+    dq,
+    dk,
+    dz,
+    dAp,
+    dbp,
+    chunks,
+    scale,
+    lb,
+    shift,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    V: gl.constexpr,
+):
     C: gl.constexpr = 64
     BD: gl.constexpr = 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     MSQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    LD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])             # [32, 64] rows
-    LV: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])            # [., 128] rows
-    LT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])             # [., 32] rows
+    LD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # [32, 64] rows
+    LV: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # [., 128] rows
+    LT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # [., 32] rows
     S128: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     S64: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     CH: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -167,11 +204,11 @@ def kda_grad(q, k, z, A_log, bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk,
     p1 = p0 + 32 * H * D
     ml0 = gl.expand_dims(rl < left, 1)
     ml1 = gl.expand_dims(rl + 32 < left, 1)
-    xz0 = gl.load(z + p0, mask=ml0, other=0.)
-    xk0 = gl.load(k + p0, mask=ml0, other=0.)
-    xz1 = gl.load(z + p1, mask=ml1, other=0.)
-    xk1 = gl.load(k + p1, mask=ml1, other=0.)
-    xq1 = gl.load(q + p1, mask=ml1, other=0.)
+    xz0 = gl.load(z + p0, mask=ml0, other=0.0)
+    xk0 = gl.load(k + p0, mask=ml0, other=0.0)
+    xz1 = gl.load(z + p1, mask=ml1, other=0.0)
+    xk1 = gl.load(k + p1, mask=ml1, other=0.0)
+    xq1 = gl.load(q + p1, mask=ml1, other=0.0)
     a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
     ch = gl.arange(0, BD, CH)
     tok = gl.arange(0, 32, TK)
@@ -198,11 +235,13 @@ def kda_grad(q, k, z, A_log, bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk,
     async_copy.wait_group(0)
     fence_async_shared()
     gl.thread_barrier()
-    sq = gl.zeros([BD, BD], gl.float32, MSQ)                                      # sum over V of S dS: a diagonal
+    sq = gl.zeros([BD, BD], gl.float32, MSQ)  # sum over V of S dS: a diagonal
     sq = warpgroup_mma(sS, sD.permute((1, 0)), sq, use_acc=False, is_async=True)
     sq = warpgroup_mma_wait(0, deps=[sq])
-    eye = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(1, MSQ)), 1) == gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, MSQ)), 0)
-    last = gl.convert_layout(gl.sum(gl.where(eye, sq, 0.), 1), CH) * (e0 * e1)
+    eye = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(1, MSQ)), 1) == gl.expand_dims(
+        gl.arange(0, BD, gl.SliceLayout(0, MSQ)), 0
+    )
+    last = gl.convert_layout(gl.sum(gl.where(eye, sq, 0.0), 1), CH) * (e0 * e1)
     psm = sums + b * (3 * C) + tok
     ec = gl.expand_dims(e0, 1)
     ya = gl.convert_layout(yo, DOT)
@@ -214,25 +253,40 @@ def kda_grad(q, k, z, A_log, bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk,
     qF = (q_ * F).to(gl.bfloat16)
     dq_ = t * F
     dG1 = qF.to(gl.float32) * t
-    t = state_product(sS, sx.slice(32, 32, 0).permute((1, 0)), MMA) * (0. - ec)
+    t = state_product(sS, sx.slice(32, 32, 0).permute((1, 0)), MMA) * (0.0 - ec)
     t = product(ya, st.index(5).permute((1, 0)), t, True)
     k_ = normed(kt1, gl.load(prs + 96))
     kF = (k_ * F).to(gl.bfloat16)
     dk_ = t * F
     dG1 += kF.to(gl.float32) * t
-    t = state_product(sD, su.slice(32, 32, 0).permute((1, 0)), MMA) * ex2(product(ga1, tri.index(1), zero, False))
+    t = state_product(sD, su.slice(32, 32, 0).permute((1, 0)), MMA) * ex2(
+        product(ga1, tri.index(1), zero, False)
+    )
     dk_ += t
     t = t * k_
     last += gl.sum(t, 1)
     dG1 -= t
-    dq_, dk_, dG1 = diagonal(q_, k_, ga1, shift, tri.index(2), st.index(1), st.index(4), dq_, dk_, dG1, MMA, DOT)
-    xk0 = gl.load(k + p0, mask=ml0, other=0.)
-    xq0 = gl.load(q + p0, mask=ml0, other=0.)
+    dq_, dk_, dG1 = diagonal(
+        q_, k_, ga1, shift, tri.index(2), st.index(1), st.index(4), dq_, dk_, dG1, MMA, DOT
+    )
+    xk0 = gl.load(k + p0, mask=ml0, other=0.0)
+    xq0 = gl.load(q + p0, mask=ml0, other=0.0)
     dd = gl.expand_dims(gl.load(psm + 32), 0)
     q_ = normed(qt1, gl.load(prs + 32) * scale)
     k_ = normed(kt1, gl.load(prs + 96))
-    put(dq + p1, gl.expand_dims(gl.load(prs + 32), 0) * ((dq_ + dd * k_) * scale - q_ * gl.expand_dims(gl.load(psm + 96) / scale, 0)), ml1, LD)
-    put(dk + p1, gl.expand_dims(gl.load(prs + 96), 0) * (dk_ + dd * q_ - k_ * gl.expand_dims(gl.load(psm + 160), 0)), ml1, LD)
+    put(
+        dq + p1,
+        gl.expand_dims(gl.load(prs + 32), 0)
+        * ((dq_ + dd * k_) * scale - q_ * gl.expand_dims(gl.load(psm + 96) / scale, 0)),
+        ml1,
+        LD,
+    )
+    put(
+        dk + p1,
+        gl.expand_dims(gl.load(prs + 96), 0) * (dk_ + dd * q_ - k_ * gl.expand_dims(gl.load(psm + 160), 0)),
+        ml1,
+        LD,
+    )
     # block 0
     kt0 = to_channels(xk0, MMA)
     qt0 = to_channels(xq0, MMA)
@@ -243,7 +297,7 @@ def kda_grad(q, k, z, A_log, bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk,
     dG0 = q_ * dq_
     t = state_product(sS, sx.slice(0, 32, 0).permute((1, 0)), MMA)
     k_ = normed(kt0, gl.load(prs + 64))
-    dk_ = 0. - t * F
+    dk_ = 0.0 - t * F
     dG0 += k_ * dk_
     t = state_product(sD, su.slice(0, 32, 0).permute((1, 0)), MMA) * gl.expand_dims(e1, 1)
     yo32 = yo.to(gl.float32)
@@ -252,24 +306,37 @@ def kda_grad(q, k, z, A_log, bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk,
     t = product(gl.convert_layout(kF, DOT), st.index(5), t, True)
     dG0 -= yo32 * t
     dk_ += t * ex2(product(ga0, tri.index(1), zero, False))
-    dq_, dk_, dG0 = diagonal(q_, k_, ga0, shift, tri.index(2), st.index(0), st.index(3), dq_, dk_, dG0, MMA, DOT)
+    dq_, dk_, dG0 = diagonal(
+        q_, k_, ga0, shift, tri.index(2), st.index(0), st.index(3), dq_, dk_, dG0, MMA, DOT
+    )
     dd = gl.expand_dims(gl.load(psm), 0)
     q_ = normed(qt0, gl.load(prs) * scale)
     k_ = normed(kt0, gl.load(prs + 64))
-    put(dq + p0, gl.expand_dims(gl.load(prs), 0) * ((dq_ + dd * k_) * scale - q_ * gl.expand_dims(gl.load(psm + 64) / scale, 0)), ml0, LD)
-    put(dk + p0, gl.expand_dims(gl.load(prs + 64), 0) * (dk_ + dd * q_ - k_ * gl.expand_dims(gl.load(psm + 128), 0)), ml0, LD)
+    put(
+        dq + p0,
+        gl.expand_dims(gl.load(prs), 0)
+        * ((dq_ + dd * k_) * scale - q_ * gl.expand_dims(gl.load(psm + 64) / scale, 0)),
+        ml0,
+        LD,
+    )
+    put(
+        dk + p0,
+        gl.expand_dims(gl.load(prs + 64), 0) * (dk_ + dd * q_ - k_ * gl.expand_dims(gl.load(psm + 128), 0)),
+        ml0,
+        LD,
+    )
     # decay: sum over this and later positions, then the bounded sigmoid
     R1 = suffix(dG1, suf, DOT) + gl.expand_dims(last, 1)
     last += gl.sum(dG1, 1)
     R0 = suffix(dG0, suf, DOT) + gl.expand_dims(last, 1)
-    zb = to_channels(gl.load(z + p0, mask=ml0, other=0.), MMA).to(gl.float32) + gl.expand_dims(b_bias, 1)
+    zb = to_channels(gl.load(z + p0, mask=ml0, other=0.0), MMA).to(gl.float32) + gl.expand_dims(b_bias, 1)
     s = sigmoid(zb * a)
-    R0 = gl.where(gl.expand_dims(m0, 0), R0 * (a * lb) * s * (1. - s), 0.)
+    R0 = gl.where(gl.expand_dims(m0, 0), R0 * (a * lb) * s * (1.0 - s), 0.0)
     put(dz + p0, R0, ml0, LD)
     dA = gl.sum(R0 * zb, 1)
-    zb = to_channels(gl.load(z + p1, mask=ml1, other=0.), MMA).to(gl.float32) + gl.expand_dims(b_bias, 1)
+    zb = to_channels(gl.load(z + p1, mask=ml1, other=0.0), MMA).to(gl.float32) + gl.expand_dims(b_bias, 1)
     s = sigmoid(zb * a)
-    R1 = gl.where(gl.expand_dims(m1, 0), R1 * (a * lb) * s * (1. - s), 0.)
+    R1 = gl.where(gl.expand_dims(m1, 0), R1 * (a * lb) * s * (1.0 - s), 0.0)
     put(dz + p1, R1, ml1, LD)
     gl.store(dAp + b * (D // BD) + i_d, gl.sum(dA + gl.sum(R1 * zb, 1), 0))
     gl.store(dbp + b * D + i_d * BD + ch, gl.sum(R0 + R1, 1))

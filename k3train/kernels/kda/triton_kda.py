@@ -1,9 +1,10 @@
 """KDA on Hopper: forward in three kernels, backward in six, nothing saved but the inputs and the output.
 
-Forward: ``kda_prep`` and ``kda_inverse`` turn every chunk of 64 tokens into the operands of the chain (768 bytes of
-q, k and z per token and head in, 1040 out), ``kda_chain`` runs the documents. Backward computes the same operands
-again, chains through the states once more (storing them, without the output), then the chain of state gradients,
-the pairs within chunks and the gradients. q, k, v, z and their gradients are bf16; states are fp32.
+Forward: ``kda_prep`` and ``kda_inverse`` turn every chunk of 64 tokens into the operands of the chain (768
+bytes of q, k and z per token and head in, 1040 out), ``kda_chain`` runs the documents. Backward computes
+the same operands again, chains through the states once more (storing them, without the output), then the
+chain of state gradients, the pairs within chunks and the gradients. q, k, v, z and their gradients are
+bf16; states are fp32.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from k3train.kernels.packing import Packing
 CHUNK = 64
 HEAD_DIM = 128
 STRONGEST_BOUND = -5.0
-"""Below it e^(31/2 |bound|), the largest factor within a block of 32 tokens, leaves the range of bf16 and fp32."""
+"""Below it e^(31/2 |bound|), the largest factor within a block of 32 tokens, leaves the range of bf16."""
 OLDEST_PTXAS = (13, 1)
 """Older assemblers reuse the operand registers of a running wgmma: wrong results and invalid addresses."""
 
 
 def is_available(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, gate_lower_bound: float
+    where: torch.device | str, dtype: torch.dtype, head_dim: int, gate_lower_bound: float
 ) -> tuple[bool, str]:
     """Whether ``triton_kda`` can serve such tensors, and the reason when it cannot."""
-    device = torch.device(device)
+    device = torch.device(where)
     if device.type != "cuda" or not torch.cuda.is_available():
         return False, f"it needs a CUDA device, the tensors are on {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -44,13 +45,17 @@ def is_available(
     if head_dim != HEAD_DIM:
         return False, f"it needs head dimension {HEAD_DIM}, the model has {head_dim}"
     if not STRONGEST_BOUND <= gate_lower_bound < 0:
-        return False, f"it holds for gate lower bounds in [{STRONGEST_BOUND}, 0), the model has {gate_lower_bound}"
+        return (
+            False,
+            f"it holds for gate lower bounds in [{STRONGEST_BOUND}, 0), the model has {gate_lower_bound}",
+        )
     return _assembler()
 
 
 @lru_cache(maxsize=1)
 def _assembler() -> tuple[bool, str]:
-    """Whether a ptxas that compiles Hopper's matrix instructions correctly is there; picks up the PyPI wheel's."""
+    """Whether ptxas compiles Hopper's matrix instructions correctly; takes the PyPI wheel's if it is
+    there."""
     if importlib.util.find_spec("triton") is None:
         return False, "triton is not installed"
     if "TRITON_PTXAS_PATH" not in os.environ and (found := _wheel_ptxas()):
@@ -62,8 +67,8 @@ def _assembler() -> tuple[bool, str]:
     if version < OLDEST_PTXAS:
         need = ".".join(map(str, OLDEST_PTXAS))
         return False, (
-            f"ptxas {ptxas.version} ({ptxas.path}) miscompiles Hopper's asynchronous matrix instructions; install the "
-            f"PyPI package nvidia-cuda-nvcc>={need} or point TRITON_PTXAS_PATH at ptxas {need} or newer"
+            f"ptxas {ptxas.version} ({ptxas.path}) miscompiles Hopper's asynchronous matrix instructions; "
+            f"install the PyPI package nvidia-cuda-nvcc>={need} or set TRITON_PTXAS_PATH to a newer one"
         )
     return True, ""
 
@@ -93,10 +98,11 @@ def triton_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the gated delta rule (k3 report eq. 1-6) and return (o, final states or None).
 
-    q, k, v, z bf16 [b, t, h, 128]: after convolution and SiLU; q and k are not yet normalised, z is the decay's
-    pre-activation without its bias. beta [b, t, h] are logits. A_log [h] and dt_bias [h * 128] are read in fp32.
-    With ``packing`` b is 1 and documents do not see each other; without it every row is one document. States are
-    fp32 [documents or b, h, 128, 128], key channel before value channel. Every gradient is deterministic.
+    q, k, v, z bf16 [b, t, h, 128]: after convolution and SiLU; q and k are not yet normalised, z is the
+    decay's pre-activation without its bias. beta [b, t, h] are logits. A_log [h] and dt_bias [h * 128] are
+    read in fp32. With ``packing`` b is 1 and documents do not see each other; without it every row is one
+    document. States are fp32 [documents or b, h, 128, 128], key channel before value channel. Every
+    gradient is deterministic.
     """
     b, t, h, d = q.shape
     borders = packing.local_cu_seqlens if packing is not None else tuple(range(0, b * t + 1, t))
@@ -143,10 +149,12 @@ class _Shapes:
     """Launch settings of one call."""
 
     def __init__(self, h: int, table: _Table) -> None:
-        # a program per head and document keeps the whole state when that fills most of the device; otherwise
-        # the value channels are split over programs
-        self.block_v = 128 if h * table.num_documents >= 64 else 64
-        self.warps, self.stages = 8, 2
+        # a program per head and document keeps the whole state when that fills half of the device;
+        # otherwise the value channels are split over programs: operands are then read more than once, out
+        # of the L2 cache
+        heads = h * table.num_documents
+        self.block_v = 128 if heads > 66 else 64 if heads > 33 else 32
+        self.warps, self.stages = 8 if self.block_v == 128 else 4, 2
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
@@ -154,13 +162,13 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     flat = x.view(-1, x.shape[-1])
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2
-    )
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
     return TensorDescriptor.from_tensor(flat, [rows, columns], layout)
 
 
-def _operands(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float, table: _Table):
+def _operands(
+    q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float, table: _Table
+):
     """Run ``kda_prep`` and ``kda_inverse``: [chunks, h, 64, .] tiles by name."""
     import triton.language as tl
 
@@ -172,14 +180,28 @@ def _operands(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_b
     tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
     tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
     akk = tiles["tb"].view(torch.float16)
-    kda_prep[(n * h,)](
-        q, k, z, A_log, dt_bias, tiles["kh"], tiles["kt"], tiles["qh"], akk, tiles["aqk"], tiles["dec"], tiles["rs"],
-        table.chunks, d**-0.5, bound, _shift(bound), H=h, D=d, num_warps=8, maxnreg=128,
+    _launch(kda_prep, (n * h,), 
+        q, k, z, A_log, dt_bias, tiles["kh"], tiles["kt"], tiles["qh"], akk, tiles["aqk"], tiles["dec"],
+        tiles["rs"], table.chunks, d**-0.5, bound, _shift(bound), H=h, D=d, num_warps=8, maxnreg=128,
     )  # fmt: skip
-    kda_inverse[(n * h,)](
-        akk, tiles["tb"], beta, table.chunks, H=h, DT=tl.bfloat16, IT=tl.float16, num_warps=4, maxnreg=128
+    _launch(
+        kda_inverse,
+        (n * h,),
+        akk,
+        tiles["tb"],
+        beta,
+        table.chunks,
+        H=h,
+        DT=tl.bfloat16,
+        IT=tl.float16,
+        num_warps=4,
+        maxnreg=128,
     )
     return tiles
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+    kernel[grid](*arguments, **settings)
 
 
 def _shift(bound: float) -> float:
@@ -189,7 +211,7 @@ def _shift(bound: float) -> float:
 
 class _Kda(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, z, beta, A_log, dt_bias, initial, bound, table, want_final):  # noqa: ANN001
+    def forward(ctx: Any, q, k, v, z, beta, A_log, dt_bias, initial, bound, table, want_final):
         from k3train.kernels.kda.triton_chain import kda_chain
 
         h, d = q.shape[1:]
@@ -197,7 +219,7 @@ class _Kda(torch.autograd.Function):
         s = _Shapes(h, table)
         o = torch.empty_like(v)
         final = q.new_empty(table.num_documents, h, d, d, dtype=torch.float32) if want_final else None
-        kda_chain[(d // s.block_v, h, table.num_documents)](
+        _launch(kda_chain, (d // s.block_v, h, table.num_documents), 
             _descriptor(v.view(-1, h * d), CHUNK, s.block_v), *_chain_operands(x), None, None, x["dec"], o,
             initial, final, table.documents, H=h, D=d, V=d, BV=s.block_v, HAS_H0=initial is not None,
             STORE_HT=want_final, OUTPUT=True, STAGES=s.stages, W=s.warps, num_warps=s.warps,
@@ -208,7 +230,7 @@ class _Kda(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    def backward(ctx: Any, do, dfinal):  # noqa: ANN001
+    def backward(ctx: Any, do, dfinal):
         q, k, v, z, beta, A_log, dt_bias, initial, o = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
@@ -221,7 +243,7 @@ def _chain_operands(x: dict[str, Tensor]) -> list[Any]:
     return [*wide, *(_descriptor(x[name], CHUNK, CHUNK) for name in ("tb", "aqk"))]
 
 
-def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, table):  # noqa: ANN001
+def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, table):
     from k3train.kernels.kda.triton_chain import kda_bchain, kda_chain
 
     h, d = q.shape[1:]
@@ -232,15 +254,16 @@ def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, t
     operands = _chain_operands(x)
     hs, dhs = q.new_empty(n, h, d, d), q.new_empty(n, h, d, d)
     us, dv = q.new_empty(n, h, CHUNK, d), torch.empty_like(v)
-    kda_chain[grid](
+    _launch(kda_chain, grid, 
         _descriptor(v.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(hs, d, s.block_v),
         _descriptor(us, CHUNK, s.block_v), x["dec"], None, initial, None, table.documents,
         HAS_H0=initial is not None, STORE_HT=False, OUTPUT=False, **shapes,
     )  # fmt: skip
     dinitial = torch.empty_like(initial) if initial is not None else None
-    kda_bchain[grid](
-        _descriptor(do.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(dhs, d, s.block_v), x["dec"], dv,
-        dfinal, dinitial, table.documents, HAS_DHT=dfinal is not None, STORE_DH0=dinitial is not None, **shapes,
+    _launch(kda_bchain, grid, 
+        _descriptor(do.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(dhs, d, s.block_v),
+        x["dec"], dv, dfinal, dinitial, table.documents, HAS_DHT=dfinal is not None, STORE_DH0=dinitial is
+        not None, **shapes,
     )  # fmt: skip
     rs = x["rs"]
     del x, operands
@@ -250,7 +273,7 @@ def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, t
     return dq, dk, dv, dz, dbeta, dA, dbias, dinitial
 
 
-def _input_gradients(q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, rs, bound, table):  # noqa: ANN001
+def _input_gradients(q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, rs, bound, table):
     import triton.language as tl
 
     from k3train.kernels.kda.triton_grad import kda_grad, kda_pairs
@@ -261,8 +284,25 @@ def _input_gradients(q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, r
     sums = q.new_empty(n, h, 3 * CHUNK, dtype=torch.float32)
     dA = q.new_empty(n, h, 2, dtype=torch.float32)
     dbias = q.new_empty(n, h, d, dtype=torch.float32)
-    kda_pairs[(n * h,)](beta, v, o, do, us, dv, dbeta, tiles, sums, table.chunks, H=h, V=d, DT=tl.bfloat16, num_warps=4)
-    kda_grad[(2 * n * h,)](
+    _launch(
+        kda_pairs,
+        (n * h,),
+        beta,
+        v,
+        o,
+        do,
+        us,
+        dv,
+        dbeta,
+        tiles,
+        sums,
+        table.chunks,
+        H=h,
+        V=d,
+        DT=tl.bfloat16,
+        num_warps=4,
+    )
+    _launch(kda_grad, (2 * n * h,), 
         q, k, z, A_log, dt_bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk, dz, dA, dbias, table.chunks,
         d**-0.5, bound, _shift(bound), H=h, D=d, V=d, num_warps=4,
     )  # fmt: skip

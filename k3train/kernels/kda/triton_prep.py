@@ -1,9 +1,10 @@
 """Operands of every chunk of 64 tokens: scaled q and k, causal scores and their inverse.
 
-A chunk is two blocks of 32 tokens. Products of two decays within a block go through a fixed anchor, the block's
-first gate less half of the largest decay over a block, so that both factors fit fp32 and bf16 whatever later
-tokens hold; products across the two blocks go through their border, where both factors are at most 1. Everything
-before the scores is laid out [channels, tokens], so that sums over positions are products with 0/1 triangles.
+A chunk is two blocks of 32 tokens. Products of two decays within a block go through a fixed anchor, the
+block's first gate less half of the largest decay over a block, so that both factors fit fp32 and bf16
+whatever later tokens hold; products across the two blocks go through their border, where both factors are
+at most 1. Everything before the scores is laid out [channels, tokens], so that sums over positions are
+products with 0/1 triangles.
 
 Imports triton: import it inside functions only.
 """
@@ -36,16 +37,33 @@ def score(sx, sy, SC: gl.constexpr):
 def put_score(aqk, akk, acc, row: gl.constexpr, col: gl.constexpr, diag: gl.constexpr, SC: gl.constexpr):
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, SC)), 1)
     j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SC)), 0)
-    if diag:
-        x = gl.where(r < 32, gl.where(r >= j, acc, 0.), gl.where(r - 32 > j, acc, 0.))
-    else:
-        x = acc
+    keep = (r >= j) & ((r < 32) | (r - 32 > j)) if diag else r >= 0
+    x = gl.where(keep, acc, 0.0)
     gl.store(aqk + (row + r) * 64 + (col + j), x.to(gl.bfloat16), mask=(r < 32) & (j < 32))
     gl.store(akk + (row + r - 32) * 64 + (col + j), x.to(gl.float16), mask=(r >= 32) & (j < 32))
 
 
 @gluon.jit
-def kda_prep(q, k, z, A_log, bias, kh, kt, qh, tb, aqk, dec, rs, chunks, scale, lb, shift, H: gl.constexpr, D: gl.constexpr):
+def kda_prep(
+    q,
+    k,
+    z,
+    A_log,
+    bias,
+    kh,
+    kt,
+    qh,
+    tb,
+    aqk,
+    dec,
+    rs,
+    chunks,
+    scale,
+    lb,
+    shift,
+    H: gl.constexpr,
+    D: gl.constexpr,
+):
     C: gl.constexpr = 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -68,12 +86,12 @@ def kda_prep(q, k, z, A_log, bias, kh, kt, qh, tb, aqk, dec, rs, chunks, scale, 
     p1 = p0 + 32 * H * D
     ml0 = gl.expand_dims(rl < left, 1)
     ml1 = gl.expand_dims(rl + 32 < left, 1)
-    xz0 = gl.load(z + p0, mask=ml0, other=0.)
-    xz1 = gl.load(z + p1, mask=ml1, other=0.)
-    xk0 = gl.load(k + p0, mask=ml0, other=0.)
-    xk1 = gl.load(k + p1, mask=ml1, other=0.)
-    xq0 = gl.load(q + p0, mask=ml0, other=0.)
-    xq1 = gl.load(q + p1, mask=ml1, other=0.)
+    xz0 = gl.load(z + p0, mask=ml0, other=0.0)
+    xz1 = gl.load(z + p1, mask=ml1, other=0.0)
+    xk0 = gl.load(k + p0, mask=ml0, other=0.0)
+    xk1 = gl.load(k + p1, mask=ml1, other=0.0)
+    xq0 = gl.load(q + p0, mask=ml0, other=0.0)
+    xq1 = gl.load(q + p1, mask=ml1, other=0.0)
     a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
     ch = gl.arange(0, D, CH)
     tok = gl.arange(0, 32, TK)
@@ -111,7 +129,7 @@ def kda_prep(q, k, z, A_log, bias, kh, kt, qh, tb, aqk, dec, rs, chunks, scale, 
     x = ex2(A)
     stage(sx.index(0).slice(0, 32, 0), Q * x)
     stage(sx.index(0).slice(32, 32, 0), K * x)
-    stage(sy.index(0), K * ex2(0. - A))
+    stage(sy.index(0), K * ex2(0.0 - A))
     x = ex2(product(ga0, tri.index(0), zero, False))
     put(kh + pt, K * x, None, LD)
     put(qh + pt, Q * x, None, LD)
@@ -126,7 +144,7 @@ def kda_prep(q, k, z, A_log, bias, kh, kt, qh, tb, aqk, dec, rs, chunks, scale, 
     x = ex2(A)
     stage(sx.index(1).slice(0, 32, 0), Q * x)
     stage(sx.index(1).slice(32, 32, 0), K * x)
-    stage(sy.index(1), K * ex2(0. - A))
+    stage(sy.index(1), K * ex2(0.0 - A))
     x = ex2(product(ga1, tri.index(0), zero, False))
     stage(sx.index(2).slice(0, 32, 0), Q * x)
     stage(sx.index(2).slice(32, 32, 0), K * x)
@@ -156,19 +174,19 @@ def kda_inverse(akk, tb, beta, chunks, H: tl.constexpr, DT: tl.constexpr, IT: tl
     r = tl.arange(0, C)
     i, j = r[:, None], r[None, :]
     m = r < left
-    b = tl.where(m, tl.sigmoid(tl.load(beta + (first + r) * H + i_h, mask=m, other=0.).to(tl.float32)), 0.)
+    b = tl.where(m, tl.sigmoid(tl.load(beta + (first + r) * H + i_h, mask=m, other=0.0).to(tl.float32)), 0.0)
     p = (i_c * H + i_h) * (C * C) + i * C + j
     A = tl.load(akk + p).to(tl.float32) * b[:, None]
-    N = tl.where((i // 16) == (j // 16), -A, 0.)
+    N = tl.where((i // 16) == (j // 16), -A, 0.0)
     X = tl.where(i == j, 1.0, 0.0) + N
     P = N.to(IT)
     for _ in tl.static_range(3):
         P = tl.dot(P, P).to(IT)
         X = X + tl.dot(X.to(IT), P)
-    O = tl.where(((i // 32) == (j // 32)) & ((i // 16) != (j // 16)), A, 0.).to(IT)
+    O = tl.where(((i // 32) == (j // 32)) & ((i // 16) != (j // 16)), A, 0.0).to(IT)
     Y = X.to(IT)
     X = X - tl.dot(tl.dot(Y, O).to(IT), Y)
-    O = tl.where((i // 32) != (j // 32), A, 0.).to(IT)
+    O = tl.where((i // 32) != (j // 32), A, 0.0).to(IT)
     Y = X.to(IT)
     X = X - tl.dot(tl.dot(Y, O).to(IT), Y)
     tl.store(tb + p, (X * b[None, :]).to(DT))

@@ -1,0 +1,84 @@
+"""The Hopper KDA kernels against the token recurrence in float64, on a device that can run them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import run_kda as run
+
+NAMES = ("o", *run.NAMES)
+
+pytestmark = [pytest.mark.gpu]
+
+
+@pytest.fixture(autouse=True)
+def _available() -> None:
+    from k3train.kernels.kda.triton_kda import is_available
+
+    works, reason = is_available("cuda", torch.bfloat16, 128, run.BOUND)
+    if not works:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("regime", run.REGIMES)
+@pytest.mark.parametrize("borders", [None, run.DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("heads", [1, 3, 16])
+def test_output_and_gradients(regime: str, borders: tuple[int, ...] | None, heads: int) -> None:
+    x = run.make(1, 512, heads, regime, seed=heads)
+    do = torch.randn(1, 512, heads, 128, device="cuda").to(torch.bfloat16)
+    o, _, g = run.gradients(run.ours, x, do, borders=borders)
+    again = run.gradients(run.ours, x, do, borders=borders)
+    want, want_g = run.reference(x, do, borders or (0, 512))
+    for name, got, ref in zip(NAMES, (o, *g), (want, *want_g), strict=True):
+        # sums over every token and channel of terms of both signs keep fewer digits
+        limit = 4e-2 if name == "dA_log" else 1e-2
+        assert run.relative(got, ref) < limit, name
+    assert torch.equal(o, again[0])
+    assert all(torch.equal(a, b) for a, b in zip(g, again[2], strict=True))
+
+
+def test_states_in_and_out_join_two_calls() -> None:
+    x = [y.detach() for y in run.make(1, 320, 4, "mixed")]
+    whole, final = run.ours(*x, output_final_state=True)
+    first = [y[:, :192] for y in x[:5]]
+    second = [y[:, 192:] for y in x[:5]]
+    a, state = run.ours(*first, *x[5:], output_final_state=True)
+    b, last = run.ours(*second, *x[5:], initial_state=state, output_final_state=True)
+    assert torch.equal(torch.cat([a, b], 1), whole)
+    assert torch.equal(last, final)
+
+
+def test_later_tokens_do_not_change_earlier_outputs() -> None:
+    x = [y.detach() for y in run.make(1, 256, 2, "mixed")]
+    before, _ = run.ours(*x)
+    for i in range(5):
+        y = list(x)
+        y[i] = y[i].clone()
+        y[i][:, 100:] = 8.0
+        after, _ = run.ours(*y)
+        assert torch.equal(before[:, :100], after[:, :100])
+
+
+def test_documents_do_not_see_each_other() -> None:
+    borders = (0, 70, 71, 200)
+    x = [y.detach() for y in run.make(1, 200, 2, "mixed")]
+    whole, _ = run.ours(*x, borders=borders)
+    x[2] = x[2].clone()
+    x[2][:, 71:] = float("nan")
+    poisoned, _ = run.ours(*x, borders=borders)
+    assert torch.equal(whole[:, :71], poisoned[:, :71])
+
+
+def test_gradients_of_the_states() -> None:
+    x = run.make(1, 100, 2, "mixed")
+    s0 = torch.randn(1, 2, 128, 128, device="cuda", requires_grad=True)
+    ds = torch.randn(1, 2, 128, 128, device="cuda")
+    do = torch.randn(1, 100, 2, 128, device="cuda").to(torch.bfloat16)
+    o, final = run.ours(*x, initial_state=s0, output_final_state=True)
+    got = torch.autograd.grad([o, final], [*x, s0], [do, ds])
+    y = [t.detach().double().requires_grad_() for t in (*x, s0)]
+    ro, rs = run.stages.recurrence(*(t[0] for t in y[:5]), y[5], y[6], run.BOUND, y[7][0])
+    want = torch.autograd.grad([ro, rs], y, [do[0].double(), ds[0].double()])
+    for name, a, b in zip((*run.NAMES, "dinitial"), got, want, strict=True):
+        assert run.relative(a, b) < 2e-2, name
