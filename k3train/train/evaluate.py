@@ -1,0 +1,79 @@
+"""Held-out loss, at a stage's own context length and one stage ahead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from k3train.curriculum.stages import StagePlan
+from k3train.data.heldout import heldout
+from k3train.train.schedule import run_micro_batches
+from k3train.train.setup import StageSetup
+from k3train.train.step import agree
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldoutLoss:
+    """Loss on one held-out set at one context length; the same on every rank."""
+
+    heldout: str
+    context_tokens: int
+    loss: float
+    """Mean per predicted token, in nats."""
+    predicted_tokens: int
+    seconds: float
+
+
+def evaluate(setup: StageSetup) -> list[HeldoutLoss]:
+    """Loss of every held-out set at every context length of this stage. Every rank must call this.
+
+    Routers are frozen: their bias selects as in training, nothing is counted.
+    """
+    return [
+        _heldout_loss(setup, name, context)
+        for name in setup.run.data.heldout
+        for context in eval_contexts(setup)
+    ]
+
+
+def eval_contexts(setup: StageSetup) -> list[int]:
+    """Context lengths that this stage evaluates: its own and, if the run says so, the next stage's."""
+    contexts = [setup.plan.stage.context_tokens]
+    following: list[StagePlan] = setup.table[setup.plan.index + 1 :]
+    if setup.run.curriculum.eval_one_ahead and following:
+        contexts.append(following[0].stage.context_tokens)
+    return contexts
+
+
+def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutLoss:
+    started = time.monotonic()
+    sequences = heldout(setup.run, name, context_tokens, setup.run.curriculum.eval_sequences)
+    layout = setup.groups.layout
+    sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    _set_training(setup, False)
+    try:
+        with torch.no_grad():
+            # Expert-parallel peers of other data-parallel ranks must all take part in each forward pass, so
+            # every rank runs as many; a rank without a sequence of its own repeats one and does not count it.
+            for first in range(0, len(sequences), layout.dp):
+                index = first + setup.groups.dp_rank
+                part = run_micro_batches(setup, [sequences[index % len(sequences)]], backward=False)
+                if index < len(sequences):
+                    sums += part
+    finally:
+        _set_training(setup, True)
+    loss, count, _ = agree(setup, sums, False)
+    return HeldoutLoss(
+        heldout=name,
+        context_tokens=context_tokens,
+        loss=loss,
+        predicted_tokens=count,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _set_training(setup: StageSetup, training: bool) -> None:
+    for chunk in setup.chunks:
+        chunk.train(training)

@@ -1,0 +1,131 @@
+"""The training loop: stages, steps, evaluations and checkpoints of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from k3train.checkpoint.folder import clear_leftovers, newest_good
+from k3train.checkpoint.load import load_checkpoint, read_train_state
+from k3train.checkpoint.save import save_checkpoint
+from k3train.config.schema import Run
+from k3train.curriculum.stages import stage_at, stage_table, total_tokens
+from k3train.train.evaluate import evaluate
+from k3train.train.progress import Progress
+from k3train.train.report import Report
+from k3train.train.setup import StageSetup, build_stage, close_stage
+from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from k3train.train.step import rehearse, train_step
+
+
+def train(run: Run, device: torch.device) -> int:
+    """Train ``run`` from its newest checkpoint, or from the start, to its end. Every rank must call this.
+
+    Returns EXIT_DONE, or EXIT_STOPPED when the run was asked to stop and has saved.
+    """
+    table = stage_table(run)
+    stop = StopRequest(Path(run.dir))
+    latest, progress = find_progress(run)
+    report = Report(run, table)
+    try:
+        while progress.tokens < total_tokens(table):
+            plan = stage_at(table, progress.tokens)
+            setup = build_stage(run, table, plan, progress, device)
+            restore(setup, latest)
+            rehearse(setup, progress)
+            report.stage_started(setup, progress, latest)
+            latest, stopped = train_stage(setup, progress, report, stop)
+            close_stage(setup)
+            if stopped and progress.tokens < total_tokens(table):
+                report.stopped(progress, stop.reason)
+                stop.clear_file()
+                return EXIT_STOPPED
+        report.finished(progress)
+    finally:
+        report.close()
+        stop.restore()
+    return EXIT_DONE
+
+
+def train_stage(
+    setup: StageSetup, progress: Progress, report: Report, stop: StopRequest
+) -> tuple[Path, bool]:
+    """Train to the end of the stage or until asked to stop; returns the newest checkpoint and whether it was
+    asked to stop. Every rank must call this."""
+    run, plan = setup.run, setup.plan
+    while True:
+        with report.meter.data_wait():
+            batches = next(setup.batches)
+        result = train_step(setup, progress, batches, wants_stop=stop.poll())
+        report.step(setup, progress, result)
+        ended = progress.tokens == plan.end_tokens
+        with report.meter.pause():
+            if ended or _due(progress.step, run.curriculum.eval_every_steps):
+                report.evaluation(setup, progress, evaluate(setup))
+            if ended or result.stop or _due(progress.step, run.checkpoint.every_steps):
+                path = save(setup, progress, milestone=ended)
+                report.saved(progress, path)
+                if ended:
+                    report.stage_ended(setup, progress)
+                if ended or result.stop:
+                    return path, result.stop
+
+
+def find_progress(run: Run) -> tuple[Path | None, Progress]:
+    """The run's newest good checkpoint and where it stands; (None, start) for a new run.
+
+    Raises CheckpointError when the run has checkpoints and all are damaged. Every rank must call this.
+    """
+    folder = checkpoints(run)
+    if dist.get_rank() == 0:
+        clear_leftovers(folder)
+    dist.barrier()
+    latest = newest_good(folder)
+    return latest, Progress.from_json(read_train_state(latest)) if latest else Progress()
+
+
+def restore(setup: StageSetup, latest: Path | None) -> None:
+    """Load ``latest``, saved under whatever layout, into this stage's model and optimizer.
+
+    Without one, a run with ``checkpoint.load_from`` takes that checkpoint's weights and nothing else.
+    """
+    start_from = setup.run.checkpoint.load_from
+    if latest is not None:
+        # newest_good, or the save at the end of the stage before, has just read back every byte.
+        load_checkpoint(
+            latest, chunks=setup.chunks, optimizer=setup.optimizer, groups=setup.groups, verified=True
+        )
+    elif start_from is not None:
+        load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
+        setup.optimizer.reload_model_params()
+
+
+def save(setup: StageSetup, progress: Progress, *, milestone: bool) -> Path:
+    """Write a checkpoint of this moment. Every rank must call this."""
+    return save_checkpoint(
+        checkpoints(setup.run),
+        chunks=setup.chunks,
+        optimizer=setup.optimizer,
+        train_state={
+            **progress.to_json(),
+            "stage": setup.plan.name,
+            "data": {
+                "fingerprint": setup.data.fingerprint(),
+                "consumed_tokens": setup.data.consumed(progress.step - setup.plan.start_step),
+            },
+        },
+        groups=setup.groups,
+        keep=setup.run.checkpoint.keep,
+        milestone=milestone,
+    )
+
+
+def checkpoints(run: Run) -> Path:
+    """Folder of the run's checkpoints."""
+    return Path(run.dir) / "checkpoints"
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,25 @@
+"""How far a run has come: the whole of its state besides weights and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Position of a run. Its clock is ``tokens``; data order and learning rate are functions of it."""
+
+    step: int = 0
+    """Optimizer steps taken, over all stages."""
+    tokens: int = 0
+    """Tokens trained on, padding included: a sum of whole global batches."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Progress:
+        """Read back what ``to_json`` wrote. Raises KeyError when an item is missing."""
+        return cls(step=values["step"], tokens=values["tokens"])

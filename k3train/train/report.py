@@ -1,0 +1,112 @@
+"""What the loop tells the monitor, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from k3train.config.schema import Run
+from k3train.curriculum.stages import StagePlan, total_tokens
+from k3train.monitor.meter import Meter
+from k3train.monitor.monitor import open_monitor
+from k3train.monitor.record import EvalRecord, StepRecord
+from k3train.train.evaluate import HeldoutLoss
+from k3train.train.progress import Progress
+from k3train.train.setup import StageSetup
+from k3train.train.step import StepResult
+
+
+class Report:
+    """Turns what happens into records. Every rank has one; rank 0's writes."""
+
+    def __init__(self, run: Run, table: list[StagePlan]) -> None:
+        self.meter = Meter()
+        self._monitor = open_monitor(run, writes=dist.get_rank() == 0)
+        self._total_tokens = total_tokens(table)
+
+    def stage_started(self, setup: StageSetup, progress: Progress, latest: Path | None) -> None:
+        """A stage is built and about to train."""
+        layout, stage = setup.groups.layout, setup.plan.stage
+        degrees = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "vp", "cp", "ep", "etp")}
+        resumed = latest is not None and progress.step > setup.plan.start_step
+        self._event(
+            "resume" if resumed else "stage_start",
+            progress,
+            stage=setup.plan.name,
+            context_tokens=stage.context_tokens,
+            batch_tokens=stage.batch_tokens,
+            layout=degrees,
+            loaded=None if latest is None else str(latest),
+        )
+        self.meter.start()
+
+    def step(self, setup: StageSetup, progress: Progress, result: StepResult) -> None:
+        """A step is done."""
+        timing = self.meter.finish_step(setup.plan.stage.batch_tokens)
+        balance = result.balance
+        self._monitor.write(
+            StepRecord(
+                step=progress.step,
+                tokens=progress.tokens,
+                progress=progress.tokens / self._total_tokens,
+                stage=setup.plan.name,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                tokens_per_second=timing.tokens_per_second,
+                step_seconds=timing.step_seconds,
+                data_wait_seconds=timing.data_wait_seconds,
+                router_max_violation=balance.max_violation if balance else None,
+                router_cv=balance.load_cv if balance else None,
+                dead_experts=balance.dead_experts if balance else None,
+                memory_gib=_memory_gib(setup.device),
+                eta_stage_seconds=self.meter.eta_seconds(setup.plan.end_tokens - progress.tokens),
+                eta_run_seconds=self.meter.eta_seconds(self._total_tokens - progress.tokens),
+            )
+        )
+
+    def evaluation(self, setup: StageSetup, progress: Progress, losses: list[HeldoutLoss]) -> None:
+        """Held-out losses are measured."""
+        for each in losses:
+            self._monitor.write(
+                EvalRecord(
+                    step=progress.step,
+                    tokens=progress.tokens,
+                    stage=setup.plan.name,
+                    heldout=each.heldout,
+                    context_tokens=each.context_tokens,
+                    loss=each.loss,
+                    predicted_tokens=each.predicted_tokens,
+                    seconds=each.seconds,
+                )
+            )
+
+    def saved(self, progress: Progress, path: Path) -> None:
+        """A checkpoint is complete."""
+        self._event("checkpoint", progress, path=str(path))
+
+    def stage_ended(self, setup: StageSetup, progress: Progress) -> None:
+        """A stage has used up its tokens."""
+        self._event("stage_end", progress, stage=setup.plan.name)
+
+    def stopped(self, progress: Progress, reason: str | None) -> None:
+        """The run ends early because it was asked to."""
+        self._event("stop", progress, reason=reason or "another rank was asked to stop")
+
+    def finished(self, progress: Progress) -> None:
+        """The run has used up all its tokens."""
+        self._event("finished", progress)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._monitor.close()
+
+    def _event(self, name: str, progress: Progress, **detail: object) -> None:
+        self._monitor.event(name, step=progress.step, tokens=progress.tokens, **detail)
+
+
+def _memory_gib(device: torch.device) -> float | None:
+    """Largest memory in use on this rank's GPU since the run started."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

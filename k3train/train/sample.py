@@ -1,0 +1,90 @@
+"""Continue a prompt with a trained model, on one process, from a checkpoint of any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3train.backend.start import seed_everything, start_backend, start_processes
+from k3train.config.compose import load_resolved
+from k3train.config.schema import Parallel, Run
+from k3train.data.corpus import read_manifest
+
+
+def sample(
+    run_dir: Path,
+    *,
+    prompt: str,
+    num_tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+) -> str:
+    """The prompt and up to ``num_tokens`` tokens after it; stops at the end of the document.
+
+    Takes the run's newest good checkpoint unless ``checkpoint`` names one. ``temperature`` 0 is greedy.
+    Raises FileNotFoundError when there is no run or no checkpoint.
+    """
+    resolved = run_dir / "run.yaml"
+    if not resolved.exists():
+        raise FileNotFoundError(f"{resolved} does not exist: give the directory of a run that has started")
+    run = load_resolved(resolved)
+    device = start_backend(run.device, threads=torch.get_num_threads())
+    start_processes(device, timeout_seconds=60)
+    seed_everything(seed)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(run.data.tokenizer)
+    model = _load(run, run_dir, checkpoint, device)
+    special = read_manifest(Path(next(iter(run.data.sources.values())).path)).special
+    ids = [special["bos"], *tokenizer.encode(prompt).ids]
+    return tokenizer.decode(ids + generate(model, ids, num_tokens, temperature, special["eod"], device))
+
+
+@torch.no_grad()
+def generate(
+    model: Any, ids: list[int], num_tokens: int, temperature: float, end: int | None, device: torch.device
+) -> list[int]:
+    """New token ids after ``ids``, from a full forward pass per token; ``end`` is not returned."""
+    from k3train.kernels.packing import make_packing
+
+    model.eval()
+    new: list[int] = []
+    for _ in range(num_tokens):
+        tokens = torch.tensor([ids + new], device=device)
+        n = tokens.shape[1]
+        logits = model(tokens, make_packing([0, n], torch.ones(n, dtype=torch.bool), device=device))
+        token = _pick(logits[0, -1].float(), temperature)
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
+def _pick(logits: Tensor, temperature: float) -> int:
+    """One token id from logits [vocabulary]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1))
+
+
+def _load(run: Run, run_dir: Path, checkpoint: Path | None, device: torch.device) -> Any:
+    from k3train.checkpoint.folder import newest_good
+    from k3train.checkpoint.load import load_checkpoint
+    from k3train.model.build import build_model
+    from k3train.model.config import make_config
+    from k3train.parallel.groups import start_groups
+    from k3train.parallel.layout import make_layout
+
+    path = checkpoint or newest_good(run_dir / "checkpoints")
+    if path is None:
+        raise FileNotFoundError(f"{run_dir}/checkpoints holds no complete checkpoint yet")
+    layout = make_layout(run.model, Parallel(), 1)
+    groups = start_groups(layout, seed=run.seed)
+    config = make_config(run.model, Parallel(), layout)
+    chunks = build_model(run.model, config, layout, groups, device)
+    load_checkpoint(path, chunks=chunks, optimizer=None, groups=groups)
+    return chunks[0]

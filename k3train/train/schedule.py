@@ -1,0 +1,60 @@
+"""Runs micro-batches through the pipeline: forward and backward, or forward alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from k3train.data.batch import IGNORE, MicroBatch
+from k3train.data.device import RankBatch, to_device
+from k3train.train.setup import StageSetup
+
+
+def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bool) -> Tensor:
+    """Push micro-batches through the pipeline; every rank must call this with equally many of equal length.
+
+    ``host`` holds whole buffers; each context-parallel rank takes its own share of them to its device.
+
+    Returns float64 [2] on the device: this rank's summed loss and its number of predicted tokens; zeros on
+    ranks without the last chunk. Gradients are left in the chunks' buffers, reduced over data-parallel ranks
+    and divided by the predicted tokens of the whole step (megatron-core's per-token loss).
+    """
+    chunks, layout = setup.chunks, setup.groups.layout
+    batches = [
+        to_device(batch, cp_rank=setup.groups.cp_rank, cp_size=layout.cp, device=setup.device)
+        for batch in host
+    ]
+    run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None)
+    iterators = [iter(batches) for _ in chunks]
+    sums = run(
+        forward_step_func=_forward,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        # megatron-core sizes its pipeline messages from this and divides by cp and tp itself.
+        seq_length=host[0].tokens.size,
+        micro_batch_size=1,
+        forward_only=not backward,
+    )
+    total = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    for part in sums:
+        total += part
+    return total
+
+
+def _forward(iterator: Iterator[RankBatch], chunk: Any) -> tuple[Tensor, Any]:
+    batch = next(iterator)
+    output = chunk(batch.tokens, batch.packing, labels=batch.labels, labels_mtp=batch.labels_mtp)
+    return output, partial(_sum_loss, batch)
+
+
+def _sum_loss(batch: RankBatch, per_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """megatron-core's loss contract: a sum to differentiate, the count it divides by, and what to report."""
+    count = (batch.labels != IGNORE).sum().int()
+    loss = per_token.sum()
+    return loss, count, torch.stack([loss.detach().double(), count.double()])

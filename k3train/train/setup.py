@@ -1,0 +1,107 @@
+"""Everything that one stage trains with: groups, model, optimizer and data, built in this order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+
+from k3train.config.schema import Run
+from k3train.curriculum.stages import StagePlan
+from k3train.data.batch import MicroBatch
+from k3train.data.open import StageData, open_data
+from k3train.data.prefetch import Prefetch
+from k3train.model.build import build_model
+from k3train.model.config import K3Config, make_config
+from k3train.model.payload import schedule_config
+from k3train.optim.build import build_optimizer
+from k3train.parallel.groups import Groups, start_groups, stop_groups
+from k3train.parallel.layout import make_layout, stage_parallel
+from k3train.train.progress import Progress
+
+
+@dataclass(kw_only=True, slots=True)
+class StageSetup:
+    """What a stage is trained with, on this rank."""
+
+    run: Run
+    table: list[StagePlan]
+    """Every stage of the run."""
+    plan: StagePlan
+    """This stage."""
+    device: torch.device
+    groups: Groups
+    config: K3Config
+    chunks: list[Any]
+    """This rank's model chunks, each wrapped in megatron-core's DistributedDataParallel."""
+    optimizer: Any
+    data: StageData
+    batches: Prefetch[list[MicroBatch]]
+    """This rank's micro-batches, step after step."""
+
+
+def build_stage(
+    run: Run, table: list[StagePlan], plan: StagePlan, progress: Progress, device: torch.device
+) -> StageSetup:
+    """Build one stage of ``run`` in its own parallel layout, with data from ``progress`` on. Every rank must
+    call this.
+
+    Weights are initialised from the run's seed; ``k3train.checkpoint`` replaces them when there is something
+    to load.
+    """
+    parallel = stage_parallel(run.parallel, plan.stage.parallel)
+    layout = make_layout(run.model, parallel, run.cluster.nodes * run.cluster.ranks_per_node)
+    groups = start_groups(layout, seed=run.seed, timeout_seconds=run.cluster.collective_timeout_seconds)
+    config = make_config(run.model, parallel, layout)
+    modules = build_model(run.model, config, layout, groups, device)
+    scheduled = schedule_config(config, layout)
+    chunks = [_wrap(module, index, scheduled, groups, device) for index, module in enumerate(modules)]
+    optimizer = build_optimizer(run.optim, chunks, groups)
+    scheduled.finalize_model_grads_func = finalize_model_grads
+    scheduled.grad_scale_func = optimizer.scale_loss
+    data = open_data(run, table, plan)
+    first_step = progress.step - plan.start_step
+    return StageSetup(
+        run=run,
+        table=table,
+        plan=plan,
+        device=device,
+        groups=groups,
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        data=data,
+        batches=data.steps(first_step, dp_rank=groups.dp_rank, dp_size=layout.dp),
+    )
+
+
+def _wrap(
+    module: torch.nn.Module, index: int, config: K3Config, groups: Groups, device: torch.device
+) -> DistributedDataParallel:
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        # Overlap has nothing to overlap with on the CPU.
+        overlap_grad_reduce=device.type == "cuda" and groups.layout.pp == 1,
+    )
+    # Only the first chunk's gradients are reduced in buckets while backward still runs.
+    return DistributedDataParallel(
+        config, settings, module, disable_bucketing=index > 0, pg_collection=groups.pg
+    )
+
+
+def close_stage(setup: StageSetup) -> None:
+    """Free what ``build_stage`` made, so that the next stage can build its own. Every rank must call this."""
+    setup.batches.close()
+    setup.data.close()
+    setup.chunks.clear()
+    setup.optimizer = None
+    stop_groups()
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()

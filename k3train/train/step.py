@@ -1,0 +1,151 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k3train.data.batch import MicroBatch
+from k3train.optim.build import allocate_state, optimizer_step, set_learning_rate
+from k3train.optim.schedule import learning_rate
+from k3train.router.update import update_biases
+from k3train.train.progress import Progress
+from k3train.train.schedule import run_micro_batches
+from k3train.train.setup import StageSetup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """How evenly tokens reached experts in one step, over all layers."""
+
+    max_violation: float
+    """Worst layer's (busiest expert's load) / (mean load) - 1."""
+    load_cv: float
+    """Worst layer's coefficient of variation of expert load."""
+    dead_experts: int
+    """Experts of all layers without a token."""
+
+
+class TrainingError(Exception):
+    """Training cannot go on; the message says why in one sentence."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepResult:
+    """What one step measured; the same on every rank."""
+
+    loss: float
+    """Mean over the step's predicted tokens, before the update."""
+    loss_tokens: int
+    """Predicted tokens of the step."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    learning_rate: float
+    balance: Balance | None
+    """Worst router of the model; None without experts."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+def train_step(
+    setup: StageSetup, progress: Progress, host: list[MicroBatch], *, wants_stop: bool
+) -> StepResult:
+    """Train on one global batch and advance ``progress``. Every rank must call this.
+
+    ``host`` are the micro-batches of this data-parallel rank. Raises TrainingError when the loss or the
+    gradient norm is not finite; the weights are then as before.
+    """
+    zero_gradients(setup)
+    sums = run_micro_batches(setup, host, backward=True)
+    loss, loss_tokens, stop = agree(setup, sums, wants_stop)
+    if not math.isfinite(loss):
+        raise TrainingError(_not_finite(setup, progress, "loss", loss))
+
+    tokens = progress.tokens + setup.plan.stage.batch_tokens
+    rate = learning_rate(setup.run, setup.table, tokens)
+    set_learning_rate(setup.optimizer, rate)
+    outcome = optimizer_step(setup.optimizer)
+    if outcome.skipped:
+        raise TrainingError(_not_finite(setup, progress, "gradient norm", outcome.grad_norm))
+    balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
+
+    progress.step += 1
+    progress.tokens = tokens
+    return StepResult(
+        loss=loss,
+        loss_tokens=loss_tokens,
+        grad_norm=outcome.grad_norm,
+        learning_rate=rate,
+        balance=balance,
+        stop=stop,
+    )
+
+
+def rehearse(setup: StageSetup, progress: Progress) -> None:
+    """Run the next batch forward and backward and throw the gradients away. Every rank must call this.
+
+    The optimizer's state is allocated first, so that a run that will not fit in memory fails here, before its
+    first step, and not after it.
+    """
+    allocate_state(setup.optimizer)
+    step = progress.step - setup.plan.start_step
+    layout, dp_rank = setup.groups.layout, setup.groups.dp_rank
+    host = [
+        setup.data.micro_batch(step, dp_rank=dp_rank, dp_size=layout.dp, index=index)
+        for index in range(setup.data.micro_batches(layout.dp))
+    ]
+    run_micro_batches(setup, host, backward=True)
+    update_biases(setup.chunks, setup.groups.tokens, discard=True)
+    zero_gradients(setup)
+
+
+def zero_gradients(setup: StageSetup) -> None:
+    """Clear every gradient buffer."""
+    for chunk in setup.chunks:
+        chunk.zero_grad_buffer()
+    setup.optimizer.zero_grad()
+
+
+def agree(setup: StageSetup, sums: Tensor, wants_stop: bool) -> tuple[float, int, bool]:
+    """Mean loss, predicted tokens and whether to stop, over all ranks, in one all-reduce of three numbers.
+
+    ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk).
+    """
+    vector = torch.cat([sums, torch.tensor([float(wants_stop)], dtype=torch.float64, device=sums.device)])
+    dist.all_reduce(vector)
+    loss, count, stop = vector.tolist()
+    # Every tensor-parallel rank of the last chunk reports the same tokens.
+    count = round(count / setup.groups.layout.tp)
+    return loss / setup.groups.layout.tp / max(count, 1), count, stop > 0
+
+
+def worst_balance(setup: StageSetup, layers: dict[int, dict[str, float]]) -> Balance | None:
+    """The worst of every layer, over all pipeline ranks, which own different layers; they must all call this.
+
+    ``layers`` is what ``update_biases`` returned: this rank's layers.
+    """
+    if setup.run.model.num_dense_layers == setup.run.model.num_layers:
+        return None
+    worst = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    dead = torch.zeros(1, dtype=torch.float64, device=setup.device)
+    for layer in layers.values():
+        here = [layer["max_violation"], layer["load_cv"]]
+        worst = torch.maximum(worst, torch.tensor(here, dtype=torch.float64, device=setup.device))
+        dead += layer["dead_experts"]
+    if setup.groups.layout.pp > 1:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=setup.groups.pg.pp)
+        dist.all_reduce(dead, group=setup.groups.pg.pp)
+    violation, cv = worst.tolist()
+    return Balance(max_violation=violation, load_cv=cv, dead_experts=int(dead))
+
+
+def _not_finite(setup: StageSetup, progress: Progress, what: str, value: float) -> str:
+    return (
+        f"{what} is {value} at step {progress.step + 1} of stage {setup.plan.name} "
+        f"({progress.tokens} tokens); the last checkpoint is untouched: lower optim.learning_rate or look at "
+        f"the documents of this step with `k3train data show`"
+    )
