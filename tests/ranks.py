@@ -23,6 +23,10 @@ from k3train.config.schema import Device
 start.start_backend(Device.cpu, threads=1)
 
 
+class RanksFailed(AssertionError):
+    """A rank failed or ran too long; the message holds the first tracebacks."""
+
+
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
     """``[function(rank, *args) for rank in range(n)]``, each on its own rank of a gloo world of ``n``.
 
@@ -74,7 +78,7 @@ def _wait(pids: dict[int, int], folder: Path, timeout: float) -> None:
             time.sleep(0.005)
     if failed is not None:
         errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
-        raise AssertionError("\n".join([failed, *(f"--- {e.stem}\n{e.read_text()}" for e in errors[:2])]))
+        raise RanksFailed("\n".join([failed, *(f"--- {e.stem}\n{e.read_text()}" for e in errors[:2])]))
 
 
 def _kill(pids: dict[int, int]) -> None:

@@ -132,7 +132,7 @@ def test_optional_packages_are_imported_only_where_they_are_used() -> None:
 
 
 def test_kernel_files_are_imported_inside_functions() -> None:
-    """Files named triton_* hold kernels and import Triton at their top; only each other may import them so."""
+    """Files named triton_* hold kernels and import Triton at the top; only each other may import them so."""
     bad = [
         (file.relative_to(ROOT).as_posix(), name)
         for file in python_files("k3train")
