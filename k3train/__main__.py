@@ -26,9 +26,9 @@ def train(arguments: list[str]) -> int:
     from k3train.checkpoint.folder import committed
     from k3train.train.launch import launch
 
-    steps = [step for step, _ in committed(Path(run.dir) / "checkpoints")]
     resolved = Path(run.dir) / "run.yaml"
-    for difference in settle(run, resolved, trained_steps=max(steps, default=0)):
+    trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
+    for difference in settle(run, resolved, trained_steps=trained):
         print(f"changed since the last start: {difference}", flush=True)
     return launch(run, resolved)
 
@@ -51,10 +51,10 @@ def show(arguments: list[str]) -> int:
     console = Console()
     if options.diff:
         print_differences(run, base, options.against or "default", console)
-        return DONE
-    print_tree(run, base, console)
-    print_stages(run, console)
-    print_parameters(run, console)
+    else:
+        print_tree(run, base, console)
+        print_stages(run, console)
+        print_parameters(run, console)
     return DONE
 
 
@@ -70,22 +70,21 @@ def check(arguments: list[str]) -> int:
 
 def data(arguments: list[str]) -> int:
     """Build a corpus, verify one or show what is in one."""
+    if arguments[:1] == ["build"]:
+        return _build_corpus(arguments[1:])
     parser = _parser("data", data)
     parser.add_argument("action", choices=("build", "verify", "show"))
-    parser.add_argument("what", help="build: the recipe, such as tiny; verify and show: the corpus folder")
-    options, rest = parser.parse_known_args(arguments)
-    if options.action == "build":
-        return _build_corpus([options.what, *rest])
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parser.add_argument("what", help="build: the corpus, such as tiny; verify and show: its folder")
+    options = parser.parse_args(arguments)
+    from rich import print as pretty
+
     from k3train.data.corpus import CorpusError, read_manifest, verify
 
     try:
-        manifest = (verify if options.action == "verify" else read_manifest)(Path(options.what))
+        pretty((verify if options.action == "verify" else read_manifest)(Path(options.what)))
     except (CorpusError, OSError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    print(f"OK  {options.what}" if options.action == "verify" else manifest)
     return DONE
 
 
@@ -100,9 +99,9 @@ def sample(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from k3train.train.sample import sample as write
 
-    settings = {"num_tokens": options.tokens, "temperature": options.temperature, "seed": options.seed}
+    how = {"prompt": options.prompt, "temperature": options.temperature, "seed": options.seed}
     try:
-        print(write(options.run_dir, prompt=options.prompt, **settings))
+        print(write(options.run_dir, num_tokens=options.tokens, **how))
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -115,8 +114,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {v.__name__: v for v in (train, s
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns 0 done, 1 unexpected, 2 bad input, 3 environment, 75 stopped and resumable."""
     lines = "\n".join(f"  {name:8}{verb.__doc__}" for name, verb in VERBS.items())
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="k3train", description=f"verbs:\n{lines}", formatter_class=raw)
+    parser = argparse.ArgumentParser(prog="k3train", description=f"verbs:\n{lines}")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("verb", choices=VERBS, metavar="verb", help="see 'k3train VERB --help'")
     given = sys.argv[1:] if arguments is None else arguments
     try:

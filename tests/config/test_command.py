@@ -27,6 +27,19 @@ def test_check_says_everything_on_stderr(capsys: pytest.CaptureFixture[str]) -> 
         assert words in err
 
 
+def test_documented_problems_are_the_real_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    command, _, expected = page.partition("```text\n$ k3train ")[2].partition("```")[0].partition("\n")
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err == expected
+
+
+def test_data_verbs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["data", "verify", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    assert main(["data", "build", "tinny"]) == 2
+
+
 def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", "seed=3", "--config-dir", str(tmp_path), "name=x"]) == 2
     assert "has no run.yaml" in capsys.readouterr().err
