@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import ROOT, Block, blocks, commands, documents, links, named_paths, tree_paths
+from tests.docs.pages import ROOT, Block, blocks, commands, documents, links, named_paths, tree_paths
 
 from k3train.__main__ import VERBS
 from k3train.config.compose import compose
