@@ -11,7 +11,7 @@ from text_code import SKIPPED, package_folder
 from text_docs import python_reference
 from texts import Text, capped
 
-PROSE_BYTES = 5_000_000
+PROSE_BYTES = 4_000_000
 README_BYTES = 1_500_000
 PACKAGES = {
     "numpy": "BSD-3-Clause",
@@ -34,8 +34,10 @@ def offline_prose() -> list[Text]:
         total = 0
         for path in sorted(root.rglob("*.py")):
             inside = path.relative_to(root)
-            if SKIPPED & set(inside.parts) or total > 2 * PROSE_BYTES / len(roots):
+            if SKIPPED & set(inside.parts):
                 continue
+            if total > PROSE_BYTES / len(roots):
+                break
             found = docstrings(path)
             total += len(found)
             if found:
@@ -53,15 +55,18 @@ def offline_docs() -> list[Text]:
         licence = (
             about["License-Expression"] or (about["License"] or "").split("\n")[0][:60] or "see its package"
         )
-        if isinstance(body, str):
+        if isinstance(body, str) and "NVIDIA" not in licence:
             texts.append(Text(f"{about['Name']} {package.version} (description)", licence, "README", body))
     return [*texts[: len(python_reference())], *capped(texts[len(python_reference()) :], README_BYTES)]
 
 
 def docstrings(path: Path) -> str:
     """All docstrings of a module, each under the name it documents."""
+    source = path.read_text(encoding="utf-8", errors="replace")
+    if '"""' not in source:
+        return ""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ""
     found = []
