@@ -16,7 +16,7 @@ import numpy as np
 
 from k3train.data.batch import Piece
 from k3train.data.mix import Drawing, Pieces, Position, Stream, chain, draw_window, no_pieces
-from k3train.data.order import key_of, shuffled
+from k3train.data.order import key_of, keyed_hash, shuffled
 from k3train.data.pack import best_fit
 
 MIN_WINDOW_SEQUENCES = 64
@@ -169,10 +169,24 @@ class StageOrder:
         packed, count = best_fit(pieces.length, self.context_tokens)
         # Best fit puts full sequences first and long pieces first within each; both orders are shuffled away.
         key = key_of("window", self._seed, self.context_tokens, index)
-        place = np.empty(count, np.int64)
-        place[shuffled(np.arange(count), key)] = np.arange(count)
-        within = np.empty(len(pieces), np.int64)
-        within[shuffled(np.arange(len(pieces)), key)] = np.arange(len(pieces))
+        share = np.zeros((count, len(self._names)), np.int64)
+        np.add.at(share, (packed, source), pieces.length)
+        # What did not fill a sequence goes last: a stage that ends within the window gives it back instead.
+        place = _spread(share.argmax(axis=1), key, last=int(share.sum(axis=1).argmin()))
+        within = keyed_hash(np.arange(len(pieces)), key)
         order = np.lexsort((within, place[packed]))
         borders = np.searchsorted(place[packed][order], np.arange(count + 1))
         return Window(source[order], pieces[order], order, borders), after
+
+
+def _spread(group: np.ndarray, key: int, *, last: int) -> np.ndarray:
+    """Places int64 [n] in a shuffle in which every prefix has each group's share, up to about one thing."""
+    at = np.empty(len(group))
+    for number in np.unique(group):
+        members = shuffled(np.flatnonzero(group == number), key)
+        jitter = keyed_hash(members, key_of("spread", key)) / 2.0**64
+        at[members] = (np.arange(len(members)) + jitter) / len(members)
+    at[last] = 1
+    place = np.empty(len(group), np.int64)
+    place[np.argsort(at, kind="stable")] = np.arange(len(group))
+    return place

@@ -196,6 +196,23 @@ def test_shares_follow_the_weights() -> None:
         assert abs(used[name] / total - weight) < 0.01
 
 
+def test_a_small_part_of_a_window_has_the_mix_too() -> None:
+    """A stage may train on a few sequences of a large window; chance must not decide its sources."""
+    streams = [stream(n, [900] * 400, seed=i) for i, n in enumerate("abc")]
+    order = stage_order(streams, {"a": 0.5, "b": 0.25, "c": 0.25}, 1024)
+    for sequences in (8, 16, 40):
+        used = order.consumed(sequences)
+        for name, weight in order.weights.items():
+            assert abs(used[name] / 900 - weight * sequences) <= 2
+
+
+def test_the_emptiest_sequence_of_a_window_comes_last() -> None:
+    order = stage_order([stream("a", natural_lengths(3000))], {"a": 1.0}, 4096)
+    fill = [sum(p.length for p in order.sequence(g)) for g in range(len(order._window(0)))]
+    assert fill[-1] == min(fill)
+    assert sum(fill[:-1]) > 0.995 * 4096 * (len(fill) - 1)
+
+
 def test_padding_is_small_and_epoch_ends_do_not_add_to_it() -> None:
     """Sources in proportion to their size end their epochs together; small windows must not follow."""
     streams = [stream(n, natural_lengths(1500, seed=i), epochs=4) for i, n in enumerate("abc")]
