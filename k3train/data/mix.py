@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,16 @@ class Position:
     returned: Pieces = field(default_factory=no_pieces)
     """Pieces of the same epoch that were drawn and not trained on; they come first when drawing goes on."""
 
+    def values(self) -> list[object]:
+        """The position as plain values."""
+        back = self.returned
+        return [self.epoch, self.offset, back.document.tolist(), back.start.tolist(), back.length.tolist()]
+
+    @staticmethod
+    def of(values: list[Any]) -> Position:
+        """The position that ``values`` came from."""
+        return Position(values[0], values[1], Pieces(*(np.array(column, np.int64) for column in values[2:])))
+
 
 class Stream:
     """The documents of one source in the order of each epoch; all follows from corpus, settings and seed."""
@@ -104,7 +115,7 @@ class Stream:
         """Tokens of one epoch."""
         self._order = lru_cache(maxsize=2)(self._make_order)
 
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, Any]:
         """What decides the order of documents, as plain values.
 
         A whole max_epochs only says how far one may go; a broken one also moves the end of the last epoch.
@@ -185,6 +196,15 @@ class Drawing:
     """Tokens that each has given in this stage."""
     positions: dict[str, Position]
     """Where each source stands."""
+
+    def values(self) -> list[object]:
+        """The drawing as plain values."""
+        return [self.target, self.drawn, {name: at.values() for name, at in self.positions.items()}]
+
+    @staticmethod
+    def of(values: list[Any]) -> Drawing:
+        """The drawing that ``values`` came from."""
+        return Drawing(values[0], values[1], {name: Position.of(at) for name, at in values[2].items()})
 
 
 class Exhausted(Exception):

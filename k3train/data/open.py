@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan
@@ -44,9 +45,16 @@ class StageData:
         """sha256 of what decides this stage's order; must be equal on all ranks."""
         return self._order.fingerprint()
 
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, Any]:
         """The plain values behind the fingerprint."""
         return self._order.inputs()
+
+    def bookmark(self, step: int) -> dict[str, Any]:
+        """Plain values for a checkpoint after ``step`` steps of the stage: with them ``open_data`` is quick.
+
+        They are not needed to resume; without them the sequences before are planned again.
+        """
+        return {"stage": self.stage.name, **self._order.bookmark(step * self.stage.sequences_per_step)}
 
     def micro_batches(self, dp_size: int) -> int:
         """Micro-batches of one step on one data-parallel rank; ValueError when it is not a whole number."""
@@ -111,11 +119,13 @@ class StageData:
             corpus.close()
 
 
-def open_data(run: Run, table: Sequence[StagePlan], stage: StagePlan) -> StageData:
+def open_data(
+    run: Run, table: Sequence[StagePlan], stage: StagePlan, bookmark: dict[str, Any] | None = None
+) -> StageData:
     """Open all sources, check that they hold enough text for the whole run, and place ``stage`` in it.
 
     Every stage takes each source on from where the stage before it stopped. Raises ConfigError for settings
-    and CorpusError for files.
+    and CorpusError for files, or for a ``bookmark`` that was made with other text or settings.
     """
     corpora = open_corpora(run, {name: source.path for name, source in run.data.sources.items()}, "sources")
     try:
@@ -130,7 +140,7 @@ def open_data(run: Run, table: Sequence[StagePlan], stage: StagePlan) -> StageDa
             )
             for name, source in run.data.sources.items()
         }
-        order = stage_orders(run, table, stage, streams)[-1]
+        order = stage_orders(run, table, stage, streams, bookmark)[-1]
         return StageData(corpora, order, stage, run.data.prefetch_steps)
     except BaseException:
         for corpus in corpora.values():

@@ -11,6 +11,7 @@ import json
 from bisect import bisect_right
 from dataclasses import dataclass
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
@@ -62,16 +63,18 @@ class StageOrder:
         self._names = list(self.weights)
         self._window_tokens = max(MIN_WINDOW_SEQUENCES * context_tokens, pack_window_tokens)
         self._seed = seed
+        self._start = start
+        self._base = 0  # windows that a bookmark skips
         self._marks = [Drawing(0.0, dict.fromkeys(self._names, 0), start)]
         self._first = [0]  # number of the first sequence of each window
         self._cache: tuple[int, Window] | None = None
         self._lock = RLock()
 
-    def inputs(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, Any]:
         """All that decides the sequences of this stage, as plain values: compare two to name a change."""
         sources = {}
         for name in self._names:
-            at = self._marks[0].positions[name]
+            at = self._start[name]
             returned = hashlib.sha256(
                 b"".join(a.tobytes() for a in (at.returned.document, at.returned.start, at.returned.length))
             ).hexdigest()
@@ -91,6 +94,25 @@ class StageOrder:
     def fingerprint(self) -> str:
         """sha256 of the inputs: ranks compare it at the start, a checkpoint keeps it."""
         return hashlib.sha256(json.dumps(self.inputs(), sort_keys=True).encode()).hexdigest()
+
+    def bookmark(self, sequences: int) -> dict[str, Any]:
+        """Plain values with which ``go_to`` takes a new order past so many sequences without making them."""
+        with self._lock:
+            index = self._find(max(sequences - 1, 0))
+            return {
+                "inputs": self.inputs(),
+                "start": {name: at.values() for name, at in self._start.items()},
+                "window": self._base + index,
+                "first_sequence": self._first[index],
+                "drawing": self._marks[index].values(),
+            }
+
+    def go_to(self, bookmark: dict[str, Any]) -> None:
+        """Skip to a bookmark of an order with the same inputs; earlier sequences are then out of reach."""
+        self._base = bookmark["window"]
+        self._marks = [Drawing.of(bookmark["drawing"])]
+        self._first = [bookmark["first_sequence"]]
+        self._cache = None
 
     def sequence(self, number: int) -> list[Piece]:
         """The pieces of a sequence of this stage, counted from 0. Raises Exhausted where text runs out."""
@@ -127,7 +149,8 @@ class StageOrder:
     def _cut(self, sequences: int) -> tuple[Drawing, dict[str, Pieces]]:
         """The drawing that covers the first so many sequences, and which of its pieces they do not use."""
         if sequences == 0:
-            return self._marks[0], {name: no_pieces() for name in self._names}
+            nothing = Drawing(0.0, dict.fromkeys(self._names, 0), self._start)
+            return nothing, {name: no_pieces() for name in self._names}
         with self._lock:
             index = self._find(sequences - 1)
             window = self._window(index)
@@ -142,7 +165,8 @@ class StageOrder:
         return mark, unused
 
     def _find(self, number: int) -> int:
-        """The window of a sequence, after making as many windows as it takes."""
+        """The place in the marks of a sequence's window, after making as many windows as it takes."""
+        assert number >= self._first[0], f"sequence {number} lies before the bookmark"
         while self._first[-1] <= number:
             window, after = self._make(len(self._first) - 1)
             self._cache = (len(self._first) - 1, window)
@@ -168,7 +192,7 @@ class StageOrder:
         source = np.repeat(np.arange(len(self._names)), [len(drawn[name]) for name in self._names])
         packed, count = best_fit(pieces.length, self.context_tokens)
         # Best fit puts full sequences first and long pieces first within each; both orders are shuffled away.
-        key = key_of("window", self._seed, self.context_tokens, index)
+        key = key_of("window", self._seed, self.context_tokens, self._base + index)
         share = np.zeros((count, len(self._names)), np.int64)
         np.add.at(share, (packed, source), pieces.length)
         # What did not fill a sequence goes last: a stage that ends within the window gives it back instead.
@@ -177,6 +201,18 @@ class StageOrder:
         order = np.lexsort((within, place[packed]))
         borders = np.searchsorted(place[packed][order], np.arange(count + 1))
         return Window(source[order], pieces[order], order, borders), after
+
+
+def changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Names of the inputs of an order that differ, as dotted paths."""
+    names = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            names += changed(old, new, f"{prefix}{key}.")
+        elif old != new:
+            names.append(f"{prefix}{key}")
+    return names
 
 
 def _spread(group: np.ndarray, key: int, *, last: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Run
@@ -13,7 +14,7 @@ from k3train.data.batch import MicroBatch, Piece, join_pieces
 from k3train.data.corpus import Corpus, file_sha256
 from k3train.data.indexed import CorpusError
 from k3train.data.mix import Exhausted, Position, Stream
-from k3train.data.plan import StageOrder
+from k3train.data.plan import StageOrder, changed
 
 _EXACT_DOCUMENTS = 2_000_000
 """Up to so many documents in a run, text is counted by making the whole plan; beyond, by weights."""
@@ -101,12 +102,17 @@ def stage_weights(run: Run, plan: StagePlan, streams: dict[str, Stream]) -> dict
 
 
 def stage_orders(
-    run: Run, table: Sequence[StagePlan], stage: StagePlan, streams: dict[str, Stream]
+    run: Run,
+    table: Sequence[StagePlan],
+    stage: StagePlan,
+    streams: dict[str, Stream],
+    bookmark: dict[str, Any] | None = None,
 ) -> list[StageOrder]:
     """The orders of the stages up to and with ``stage``, each going on where the one before it ends.
 
     Refuses a run whose stages, all of them, need more text than max_epochs allows. Up to a number of
-    documents that takes seconds this is found by making the whole plan; beyond it, by comparing weights.
+    documents that takes seconds this is found by making the whole plan; beyond it, by comparing weights. Only
+    then a ``bookmark`` of the stage is used, and its order comes back alone.
     """
     weights = {plan.name: stage_weights(run, plan, streams) for plan in table}
     wanted: dict[str, float] = dict.fromkeys(streams, 0.0)
@@ -120,17 +126,26 @@ def stage_orders(
     exact = documents <= _EXACT_DOCUMENTS
     if short and not exact:
         raise ConfigError([_too_little(streams[name], wanted[name]) for name in sorted(short)])
-    positions = {name: Position() for name in streams}
-    orders: list[StageOrder] = []
-    for plan in table:
-        order = StageOrder(
+
+    def place(plan: StagePlan, start: dict[str, Position]) -> StageOrder:
+        return StageOrder(
             streams=streams,
             weights=weights[plan.name],
             context_tokens=plan.stage.context_tokens,
             pack_window_tokens=run.data.pack_window_tokens,
             seed=run.seed,
-            start=positions,
+            start=start,
         )
+
+    if bookmark and bookmark["stage"] == stage.name and not exact:
+        order = place(stage, {name: Position.of(at) for name, at in bookmark["start"].items()})
+        _same_inputs(bookmark["inputs"], order.inputs(), stage)
+        order.go_to(bookmark)
+        return [order]
+    positions = {name: Position() for name in streams}
+    orders: list[StageOrder] = []
+    for plan in table:
+        order = place(plan, positions)
         orders.append(order)
         if plan.index == stage.index and not exact:
             break
@@ -140,6 +155,15 @@ def stage_orders(
             names = sorted({error.name, *short})
             raise ConfigError([_too_little(streams[name], wanted[name]) for name in names]) from None
     return orders[: stage.index + 1]
+
+
+def _same_inputs(before: dict[str, Any], now: dict[str, Any], stage: StagePlan) -> None:
+    names = changed(before, now)
+    if names:
+        raise CorpusError(
+            f"stage {stage.name} would go on with other text than it was trained on: {', '.join(names)} "
+            "changed since the checkpoint; restore the settings and corpora, or start a new run from the checkpoint."
+        )
 
 
 def _too_little(stream: Stream, wanted: float) -> ConfigProblem:
