@@ -15,7 +15,7 @@ class QuantileBalance(nn.Module):
     """
 
     histogram: Tensor
-    """int32 [experts, bins], this rank's valid tokens of this step: every row sums to their number."""
+    """int32 [experts, bins]: a row sums to this rank's valid tokens of this step, fewer than 2^31."""
 
     def __init__(self, num_experts: int, top_k: int, bins: int) -> None:
         super().__init__()

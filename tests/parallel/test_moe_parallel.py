@@ -40,6 +40,7 @@ LAYOUTS = {
     "dp2 ep2": (4, schema.Parallel(ep=2)),
     "tp2": (2, schema.Parallel(tp=2)),
     "tp2 etp2": (2, schema.Parallel(tp=2, etp=2)),
+    "etp2": (2, schema.Parallel(etp=2)),
     "tp2 ep2": (2, schema.Parallel(tp=2, ep=2)),
     "tp2 etp2 ep2": (4, schema.Parallel(tp=2, etp=2, ep=2)),
     "cp2 ep2": (2, schema.Parallel(cp=2, ep=2)),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from k3train.config import schema
 from k3train.kernels.packing import make_packing
@@ -150,6 +151,28 @@ def test_padding_is_not_counted():
     assert (alone.sum(1) == 31).all()
     assert torch.equal(by_packing, alone)
     assert torch.equal(by_mask, alone)
+
+
+def with_megatron_s_own_config(model):
+    groups = start_groups(make_layout(model, schema.Parallel(), 1), seed=11)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=model.hidden_size,
+        num_attention_heads=1,
+        num_moe_experts=model.moe.num_experts,
+        moe_router_topk=model.moe.top_k,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+    )
+    config.k3 = model
+    layer = LatentMoe(config, 1, groups.pg)
+    x = torch.randn(9, 1, model.hidden_size)
+    state = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    return float((layer(x)[0].squeeze(1) - dense_moe(state, x.squeeze(1), model)).abs().max())
+
+
+def test_a_plain_megatron_config_that_carries_k3_is_enough():
+    assert run_ranks(1, in_one_rank, with_megatron_s_own_config, model_of())[0] < 1e-5
 
 
 def parameter_flags(model):
