@@ -222,6 +222,8 @@ class StageParallel:
 
 
 class Optimizer(Enum):
+    """Update rule."""
+
     adamw = "adamw"
 
 
