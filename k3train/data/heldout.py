@@ -6,6 +6,7 @@ import numpy as np
 
 from k3train.config.schema import Run
 from k3train.data.batch import MicroBatch, Piece
+from k3train.data.indexed import CorpusError
 from k3train.data.order import key_of, shuffled
 from k3train.data.pack import best_fit
 from k3train.data.sources import assemble, open_corpora
@@ -20,6 +21,8 @@ def heldout(run: Run, name: str, context_tokens: int, num_sequences: int) -> lis
     """
     corpus = open_corpora(run, {name: run.data.heldout[name]}, "heldout")[name]
     try:
+        if not corpus.lengths.any():
+            raise CorpusError(f"data.heldout.{name}: {corpus.folder} holds no text; name a corpus that does.")
         order = shuffled(np.arange(len(corpus.lengths)), key_of("heldout", corpus.fingerprint))
         lengths = corpus.lengths[order]
         long = order[lengths >= context_tokens][: (num_sequences + 1) // 2]

@@ -162,7 +162,7 @@ def _same_inputs(before: dict[str, Any], now: dict[str, Any], stage: StagePlan) 
     if names:
         raise CorpusError(
             f"stage {stage.name} would go on with other text than it was trained on: {', '.join(names)} "
-            "changed since the checkpoint; restore the settings and corpora, or start a new run from the checkpoint."
+            "changed since the checkpoint; restore the settings and corpora, or start a new run from it."
         )
 
 

@@ -311,6 +311,12 @@ def test_heldout_is_deterministic_at_any_context(run: Run, context: int) -> None
         assert batches[0].documents == [Piece("h", batches[0].documents[0].document, 0, context)]
 
 
+def test_an_empty_heldout_corpus_is_refused(run: Run, tmp_path: Path) -> None:
+    make_corpus(tmp_path / "heldout", [])
+    with pytest.raises(CorpusError, match=r"data\.heldout\.h: .* holds no text"):
+        heldout(run, "h", 64, 2)
+
+
 def test_heldout_gives_all_it_has_and_no_more(run: Run) -> None:
     batches = heldout(run, "h", 4096, 1000)
     corpus = Corpus(Path(run.data.heldout["h"]), vocab_size=VOCAB)
