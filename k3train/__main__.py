@@ -64,7 +64,7 @@ def check(arguments: list[str]) -> int:
     from k3train.plan.summary import one_line
 
     options = _composing("check", check).parse_intermixed_args(arguments)
-    print(f"OK  {one_line(compose(options.overrides, options.config_dir))}")
+    print("OK ", one_line(compose(options.overrides, options.config_dir)))
     return DONE
 
 
@@ -100,11 +100,7 @@ def sample(arguments: list[str]) -> int:
     from k3train.train.sample import sample as write
 
     how = {"prompt": options.prompt, "temperature": options.temperature, "seed": options.seed}
-    try:
-        print(write(options.run_dir, num_tokens=options.tokens, **how))
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+    print(write(options.run_dir, num_tokens=options.tokens, **how))
     return DONE
 
 
@@ -120,9 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     try:
         return VERBS[parser.parse_args(given[:1]).verb](given[1:])
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT if isinstance(error, (ConfigError, FileNotFoundError)) else ENVIRONMENT
 
 
 def _parser(name: str, verb: Callable[[list[str]], int]) -> argparse.ArgumentParser:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -30,17 +29,10 @@ def print_tree(run: Run, base: Run, console: Console) -> None:
 
 
 def print_differences(run: Run, base: Run, base_name: str, console: Console) -> None:
-    """Only the settings that differ from ``base``."""
+    """Only the settings that differ from ``base``: key, its value there, its value here."""
     changed = differences(base, run)
-    if not changed:
-        console.print(f"no difference to {base_name}", soft_wrap=True, markup=False, highlight=False)
-        return
-    table = Table("setting", base_name, run.name, box=None, pad_edge=False)
-    for difference in changed:
-        table.add_row(
-            *(Text(text) for text in (difference.key, shown(difference.old), shown(difference.new)))
-        )
-    console.print(table)
+    lines = [str(difference) for difference in changed] or [f"no difference to {base_name}"]
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
 
 def _grow(tree: Tree, node: Mapping[str, Any], path: str, changed: dict[str, Difference]) -> None:

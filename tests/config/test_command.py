@@ -63,7 +63,7 @@ def test_show_without_changes_marks_nothing(capsys: pytest.CaptureFixture[str]) 
 
 def test_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["show", "--diff", "seed=3"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [["seed", "1234", "3"]]
+    assert capsys.readouterr().out == "seed: 1234 -> 3\n"
     save_resolved(compose(["seed=3"]), tmp_path / "run.yaml")
     assert main(["show", "--diff", "--against", str(tmp_path / "run.yaml"), "seed=3"]) == 0
     assert "no difference" in capsys.readouterr().out
@@ -92,6 +92,33 @@ def test_wrong_usage_is_bad_input(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert stop.value.code == 2
     assert "usage: k3train" in capsys.readouterr().err
+
+
+def test_train_does_not_turn_one_run_into_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Refused before any rank starts, with progress taken from the checkpoints that are there."""
+    save_resolved(compose([f"dir={tmp_path}"]), tmp_path / "run.yaml")
+    (tmp_path / "checkpoints" / "step_00000041").mkdir(parents=True)
+    before = (tmp_path / "run.yaml").read_bytes()
+    changes = ["seed=9", "curriculum.stages.s2048.batch_tokens=16384", "optim.beta2=0.99"]
+    assert main(["train", f"dir={tmp_path}", *changes]) == 2
+    err = capsys.readouterr().err
+    assert "seed = 9 was 1234" in err
+    assert "curriculum.stages.s2048.batch_tokens = 16384 was 8192" in err
+    assert "beta2" not in err
+    assert (tmp_path / "run.yaml").read_bytes() == before
+
+
+def test_run_directory_that_cannot_be_one_is_the_environments_fault(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["train", f"dir={tmp_path}/file/run"]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_sample_of_no_run_is_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["sample", str(tmp_path / "nothing"), "--prompt", "a"]) == 2
+    assert "nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", VERBS)
