@@ -116,14 +116,19 @@ def _step(rank: int, model, micros, weights, degrees, prepare) -> dict[str, Any]
 
 def train_step(chunks, micros: list[Micro], groups: Groups) -> float:
     """Run the schedule with DistributedDataParallel; returns this rank's part of the summed loss."""
-    layout = groups.layout
-    shared = schedule_config(chunks[0].config, layout)
+    shared = schedule_config(chunks[0].config, groups.layout)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     wrapped = [
         DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
         for i, chunk in enumerate(chunks)
     ]
     shared.finalize_model_grads_func = _without_division
+    return run_schedule(wrapped, micros, groups)
+
+
+def run_schedule(wrapped, micros: list[Micro], groups: Groups) -> float:
+    """Forward and backward of all of a step's micro-batches; returns this rank's part of the summed loss."""
+    layout = groups.layout
     mine = micros[groups.dp_rank :: layout.dp]
     n = mine[0].borders[-1]
 
@@ -156,7 +161,7 @@ def train_step(chunks, micros: list[Micro], groups: Groups) -> float:
         forward_only=False,
     )
     share = sum(float(r["loss"]) for r in reports)
-    return share / layout.tp if chunks[-1].post_process else 0.0
+    return share / layout.tp if wrapped[-1].module.post_process else 0.0
 
 
 def _without_division(chunks, num_tokens=None, **kwargs) -> None:

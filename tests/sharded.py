@@ -30,14 +30,20 @@ def shards(modules: Iterable[nn.Module], groups: Any, *, of_gradients: bool = Fa
                 absent |= {name} if grad is None else set()
                 p.data = torch.zeros_like(p) if grad is None else grad.detach().clone().to(p.dtype)
         state = module.sharded_state_dict(metadata={"dp_cp_group": groups.pg.dp_cp})
-        apply_factories(state)
-        for tensor in nested_values(state):
-            if isinstance(tensor, ShardedTensor) and tensor.key not in absent:
-                data = tensor.data.detach()
-                out.append((tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), data))
+        out += [shard for shard in parts_of(state) if shard[0] not in absent]
         for name, p in parameters.items():
             p.data = values[name]
     return out
+
+
+def parts_of(state: dict[str, Any]) -> list[Shard]:
+    """The tensors in a sharded state dict."""
+    apply_factories(state)
+    return [
+        (t.key, tuple(t.global_shape), tuple(t.global_offset), t.data.detach())
+        for t in nested_values(state)
+        if isinstance(t, ShardedTensor)
+    ]
 
 
 def whole(parts: Iterable[Shard]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ refuses another one, because a fix for code that has changed is a new fault.
 from __future__ import annotations
 
 import functools
+import warnings
 from importlib.metadata import version
 from typing import Any
 
@@ -29,6 +30,7 @@ def apply() -> None:
         )
     _checkpoint_without_output_thinks_it_is_fp8()
     _split_sizes_stay_tensors_on_the_cpu()
+    _checkpoints_forget_padding_between_buckets()
     _applied = True
 
 
@@ -51,3 +53,25 @@ def _split_sizes_stay_tensors_on_the_cpu() -> None:
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_and_convert
+
+
+def _checkpoints_forget_padding_between_buckets() -> None:
+    """Optimizer state is joined for a checkpoint without the padding at buckets' ends, but cut with it.
+
+    With several buckets (overlapped reduction, or the embedding shared for MTP) moments and master weights
+    would be saved under their neighbours' names and the last ones lost. Counting the padding in makes both
+    sides agree.
+    """
+    with warnings.catch_warnings():  # four modules warn of what they would have liked to be installed
+        warnings.simplefilter("ignore")
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    compute = DistributedOptimizer._compute_per_buffer_param_layout
+
+    @functools.wraps(compute)
+    def with_padding(*args: Any, **kwargs: Any) -> Any:
+        layout = compute(*args, **kwargs)
+        layout.per_bucket_numel_unpadded = [stop - start for start, stop in layout.bucket_indices]
+        return layout
+
+    DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(with_padding)

@@ -138,6 +138,22 @@ def test_logits_equal_plain_formulas():
     assert not losses[micro.labels == -100].any()
 
 
+def _without_gradient(rank: int):
+    chunks, groups = model_step.build(MODEL, {}, None)
+    micro = make_micro(BORDERS, MODEL.vocab_size, seed=6)
+    place = model_step.packing(micro, groups)
+    losses = chunks[0](micro.tokens[None], place, micro.labels[None], micro.labels_mtp[None])
+    losses.sum().backward()
+    query = chunks[0].get_parameter("layers.0.attention_mix.query")
+    return [name for name, p in chunks[0].named_parameters() if p.grad is None], query.grad
+
+
+def test_every_parameter_takes_part_in_every_backward_pass():
+    missing, unused = run_ranks(1, _without_gradient)[0]
+    assert missing == []  # gradient buckets wait for each of their parameters
+    assert not unused.any()
+
+
 def _fresh_mix(rank: int):
     chunks, _ = model_step.build(MODEL, {}, None)
     sources = tuple(torch.randn(5, 1, 16) for _ in range(4))
