@@ -15,14 +15,17 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from k3train.kernels.kda.triton_math import (
+    bf16,
+    clear_rows,
     ex2,
     log2_gates,
     product,
@@ -76,54 +79,119 @@ def kda_pairs(
 
 
 @gluon.jit
-def state_product(a, b, MMA: gl.constexpr):
-    acc = gl.zeros([64, 32], gl.float32, MMA)
-    acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[acc])
-
-
-@gluon.jit
 def normed(x, r):
     return x.to(gl.float32) * gl.expand_dims(r, 0)
 
 
 @gluon.jit
-def diagonal(q, k, ga, shift, tri, dA, dB, dq, dk, dG, MMA: gl.constexpr, DOT: gl.constexpr):
+def tile(st, n: gl.constexpr):
+    return st.index(n // 2).slice(32 * (n % 2), 32, 0)
+
+
+@gluon.jit
+def transposed(st, n: gl.constexpr):
+    return st.index(n // 2).slice(32 * (n % 2), 32, 0).permute((1, 0))
+
+
+@gluon.jit
+def tokens(s, block: gl.constexpr):
+    return s.slice(32 * block, 32, 0).permute((1, 0))
+
+
+@gluon.jit
+def row_products(ga, tri, sS, sdo, sx, block: gl.constexpr, zero):
+    """Decay from the block's start, S dO^T and S dV^T [channels, 32 tokens]."""
+    F = warpgroup_mma(ga, tri.index(0), zero, use_acc=False, is_async=True)
+    tq = warpgroup_mma(sS, tokens(sdo, block), zero, use_acc=False, is_async=True)
+    tk = warpgroup_mma(sS, tokens(sx, block), zero, use_acc=False, is_async=True)
+    F, tq, tk, ga = warpgroup_mma_wait(0, deps=[F, tq, tk, ga])
+    return ex2(F), tq, tk
+
+
+@gluon.jit
+def column_products(ga, tri, sD, su, block: gl.constexpr, zero, shift):
+    """Decay to the block's end, around its anchor (log2), and dS U^T."""
+    B = warpgroup_mma(ga, tri.index(1), zero, use_acc=False, is_async=True)
+    A = warpgroup_mma(ga, tri.index(2), zero, use_acc=False, is_async=True)
+    tc = warpgroup_mma(sD, tokens(su, block), zero, use_acc=False, is_async=True)
+    B, A, tc, ga = warpgroup_mma_wait(0, deps=[B, A, tc, ga])
+    return ex2(B), A + shift, tc
+
+
+@gluon.jit
+def pair(a, b, x, y, s, t, use_acc: gl.constexpr):
+    """s + a x and t + b y, left operands in registers."""
+    s = warpgroup_mma(a, x, s, use_acc=use_acc, is_async=True)
+    t = warpgroup_mma(b, y, t, use_acc=use_acc, is_async=True)
+    s, t, a, b = warpgroup_mma_wait(0, deps=[s, t, a, b])
+    return s, t
+
+
+@gluon.jit
+def chained(a, b, x, y, t, use_acc: gl.constexpr):
+    """t + a x + b y, left operands in registers."""
+    t = warpgroup_mma(a, x, t, use_acc=use_acc, is_async=True)
+    t = warpgroup_mma(b, y, t, is_async=True)
+    t, a, b = warpgroup_mma_wait(0, deps=[t, a, b])
+    return t
+
+
+@gluon.jit
+def diagonal(q, k, A, st, block: gl.constexpr, dq, dk, dG, zero, DOT: gl.constexpr):
     """Adds one 32-token diagonal tile to dq, dk and the gate's gradient.
 
     The rounded operands of one product multiply the result of the other one, so that a pair of tokens adds
     the same number to the gate's gradient where it enters and where it leaves the sum over positions.
     """
-    zero = gl.zeros_like(q)
-    A = product(ga, tri, zero, False) + shift
     xe = ex2(A)
     ye = ex2(0.0 - A)
-    y = (k * ye).to(gl.bfloat16)
+    y = bf16(k * ye)
     ya = gl.convert_layout(y, DOT)
-    t = product(ya, dA.permute((1, 0)), zero, False)
-    x = (q * xe).to(gl.bfloat16)
-    dq += t * xe
-    dG += x.to(gl.float32) * t
-    tc = product(gl.convert_layout(x, DOT), dA, zero, False)
-    t = product(ya, dB.permute((1, 0)), zero, False)
-    x = (k * xe).to(gl.bfloat16)
-    dk += t * xe
-    dG += x.to(gl.float32) * t
-    tc = product(gl.convert_layout(x, DOT), dB, tc, True)
+    tq, tk = pair(ya, ya, transposed(st, block), transposed(st, 3 + block), zero, zero, False)
+    qx = bf16(q * xe)
+    kx = bf16(k * xe)
+    dq += tq * xe
+    dk += tk * xe
+    dG += qx.to(gl.float32) * tq + kx.to(gl.float32) * tk
+    qa = gl.convert_layout(qx, DOT)
+    ka = gl.convert_layout(kx, DOT)
+    tc = chained(qa, ka, tile(st, block), tile(st, 3 + block), zero, False)
     dk += tc * ye
     dG -= y.to(gl.float32) * tc
     return dq, dk, dG
 
 
 @gluon.jit
-def suffix(dG, tri, DOT: gl.constexpr):
-    h = dG.to(gl.bfloat16)
+def suffix(dG, tri, zero, DOT: gl.constexpr):
+    """Sum over this and later positions of the block: bf16 in two parts."""
+    h = bf16(dG)
     ha = gl.convert_layout(h, DOT)
-    la = gl.convert_layout((dG - h.to(gl.float32)).to(gl.bfloat16), DOT)
-    R = warpgroup_mma(ha, tri, gl.zeros_like(dG), use_acc=False, is_async=True)
-    R = warpgroup_mma(la, tri, R, is_async=True)
-    R, ha, la = warpgroup_mma_wait(0, deps=[R, ha, la])
-    return R
+    la = gl.convert_layout(bf16(dG - h.to(gl.float32)), DOT)
+    return chained(ha, la, tri, tri, zero, False)
+
+
+@gluon.jit
+def put_inputs(dq, dk, p, dq_, dk_, q, k, prs, psm, scale, mask, LD: gl.constexpr):
+    """Back through scale and l2 norms; the i = j term of the scores joins here."""
+    dd = gl.expand_dims(gl.load(psm), 0)
+    sq = gl.expand_dims(gl.load(psm + 64) / scale, 0)
+    sk = gl.expand_dims(gl.load(psm + 128), 0)
+    rq = gl.load(prs)
+    rk = gl.load(prs + 64)
+    q = normed(q, rq * scale)
+    k = normed(k, rk)
+    put(dq + p, gl.expand_dims(rq, 0) * ((dq_ + dd * k) * scale - q * sq), mask, LD)
+    put(dk + p, gl.expand_dims(rk, 0) * (dk_ + dd * q - k * sk), mask, LD)
+
+
+@gluon.jit
+def put_gate(dz, z, p, R, tok_mask, mask, a, bias, lb, MMA: gl.constexpr, LD: gl.constexpr):
+    """Back through the bounded sigmoid -> the sums over tokens of dz (z + bias) and of dz."""
+    zb = to_channels(gl.load(z + p, mask=mask, other=0.0), MMA).to(gl.float32) + gl.expand_dims(bias, 1)
+    s = sigmoid(zb * a)
+    R = gl.where(gl.expand_dims(tok_mask, 0), R * (a * lb) * s * (1.0 - s), 0.0)
+    put(dz + p, R, mask, LD)
+    return gl.sum(R * zb, 1), gl.sum(R, 1)
 
 
 @gluon.jit
@@ -159,48 +227,43 @@ def kda_grad(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     MSQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    LD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # [32, 64] rows
-    LV: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # [., 128] rows
-    LT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # [., 32] rows
-    S128: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    LD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    LV: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     S64: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     CH: gl.constexpr = gl.SliceLayout(1, MMA)
     TK: gl.constexpr = gl.SliceLayout(0, MMA)
     i_d = gl.program_id(0) % (D // BD)
     i_h = gl.program_id(0) // (D // BD) % H
-    i_c = (gl.program_id(0) // (D // BD) // H).to(gl.int64)
-    first = gl.load(chunks + 2 * i_c).to(gl.int64)
+    i_c = gl.program_id(0) // (D // BD) // H
+    first = gl.load(chunks + 2 * i_c)
     left = gl.load(chunks + 2 * i_c + 1)
     b = i_c * H + i_h
-    row0 = first * H + i_h
     # operands of the state products, copied while the gates are computed
-    rv = gl.arange(0, 64, gl.SliceLayout(1, LV))
-    cv = gl.arange(0, V, gl.SliceLayout(0, LV))
-    tile = gl.expand_dims(rv * V, 1) + gl.expand_dims(cv, 0)
-    strided = gl.expand_dims(rv * (H * V), 1) + gl.expand_dims(cv, 0)
-    mv = gl.expand_dims(rv < left, 1)
-    sS = gl.allocate_shared_memory(gl.bfloat16, [BD, V], S128)
-    sD = gl.allocate_shared_memory(gl.bfloat16, [BD, V], S128)
-    sdo = gl.allocate_shared_memory(gl.bfloat16, [C, V], S128)
-    sx = gl.allocate_shared_memory(gl.bfloat16, [C, V], S128)
-    su = gl.allocate_shared_memory(gl.bfloat16, [C, V], S128)
-    st = gl.allocate_shared_memory(gl.bfloat16, [6, 32, 32], S64)
-    ph = b * (D * V) + i_d * (BD * V)
-    async_copy.async_copy_global_to_shared(sS, hs + ph + tile)
-    async_copy.async_copy_global_to_shared(sD, dhs + ph + tile)
-    async_copy.async_copy_global_to_shared(sdo, do + row0 * V + strided, mask=mv)
-    async_copy.async_copy_global_to_shared(sx, dv + row0 * V + strided, mask=mv)
-    async_copy.async_copy_global_to_shared(su, us + b * (C * V) + tile)
-    rt = gl.arange(0, 32, gl.SliceLayout(1, LT))
-    ct = gl.arange(0, 32, gl.SliceLayout(0, LT))
-    pt = tiles + b * 6144 + gl.expand_dims(rt * 32, 1) + gl.expand_dims(ct, 0)
-    for n in gl.static_range(6):
-        async_copy.async_copy_global_to_shared(st.index(n), pt + n * 1024)
-    async_copy.commit_group()
+    sS = gl.allocate_shared_memory(gl.bfloat16, [BD, V], hs.layout)
+    sD = gl.allocate_shared_memory(gl.bfloat16, [BD, V], hs.layout)
+    sdo = gl.allocate_shared_memory(gl.bfloat16, [C, V], hs.layout)
+    sx = gl.allocate_shared_memory(gl.bfloat16, [C, V], hs.layout)
+    su = gl.allocate_shared_memory(gl.bfloat16, [C, V], hs.layout)
+    st = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 32], tiles.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, 2 * (5 * C * V + 192 * 32))
+    tma.async_copy_global_to_shared(hs, [b * D + i_d * BD, 0], bar, sS)
+    tma.async_copy_global_to_shared(dhs, [b * D + i_d * BD, 0], bar, sD)
+    tma.async_copy_global_to_shared(do, [first, i_h * V], bar, sdo)
+    tma.async_copy_global_to_shared(dv, [first, i_h * V], bar, sx)
+    for n in gl.static_range(3):
+        tma.async_copy_global_to_shared(tiles, [b * 192 + n * 64, 0], bar, st.index(n))
+    tma.async_copy_global_to_shared(us, [b * C, 0], bar, su)
     # q, k, z of both 32-token blocks
     rl = gl.arange(0, 32, gl.SliceLayout(1, LD))
     cl = gl.arange(0, BD, gl.SliceLayout(0, LD))
-    p0 = row0 * D + i_d * BD + (gl.expand_dims(rl * (H * D), 1) + gl.expand_dims(cl, 0))
+    p0 = (
+        (first.to(gl.int64) * H + i_h) * D
+        + i_d * BD
+        + (gl.expand_dims(rl * (H * D), 1) + gl.expand_dims(cl, 0))
+    )
     p1 = p0 + 32 * H * D
     ml0 = gl.expand_dims(rl < left, 1)
     ml1 = gl.expand_dims(rl + 32 < left, 1)
@@ -213,130 +276,81 @@ def kda_grad(
     ch = gl.arange(0, BD, CH)
     tok = gl.arange(0, 32, TK)
     b_bias = gl.load(bias + i_h * D + i_d * BD + ch).to(gl.float32)
-    prs = rs + b * (2 * C) + tok
+    prs = rs + b.to(gl.int64) * (2 * C) + tok
+    psm = sums + b.to(gl.int64) * (3 * C) + tok
     m0 = tok < left
     m1 = tok + 32 < left
-    i = gl.expand_dims(rt, 1)
-    j = gl.expand_dims(ct, 0)
     tri = gl.allocate_shared_memory(gl.float16, [3, 32, 32], S64)
     store_triangles(tri, LT)
     suf = gl.allocate_shared_memory(gl.bfloat16, [32, 32], S64)
-    suf.store((i >= j).to(gl.bfloat16))
+    i = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, LT)), 1)
+    suf.store((i >= gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LT)), 0)).to(gl.bfloat16))
     fence_async_shared()
-    zt0 = to_channels(xz0, MMA)
+    ga0, e0 = log2_gates(to_channels(xz0, MMA), m0, a, b_bias, lb, DOT)
+    ga1, e1 = log2_gates(to_channels(xz1, MMA), m1, a, b_bias, lb, DOT)
     kt0 = to_channels(xk0, MMA)
-    zt1 = to_channels(xz1, MMA)
     kt1 = to_channels(xk1, MMA)
     qt1 = to_channels(xq1, MMA)
-    ga0, e0 = log2_gates(zt0, m0, a, b_bias, lb, DOT)
-    ga1, e1 = log2_gates(zt1, m1, a, b_bias, lb, DOT)
     zero = gl.zeros([BD, 32], gl.float32, MMA)
-    yo = (normed(kt0, gl.load(prs + 64)) * ex2(product(ga0, tri.index(1), zero, False))).to(gl.bfloat16)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
-    sq = gl.zeros([BD, BD], gl.float32, MSQ)  # sum over V of S dS: a diagonal
+    yo = bf16(normed(kt0, gl.load(prs + 64)) * ex2(product(ga0, tri.index(1), zero, False)))
+    mbarrier.wait(bar, 0)
+    if left < C:
+        clear_rows(sdo, left, LV)
+        clear_rows(sx, left, LV)
+        fence_async_shared()
+        gl.thread_barrier()
+    # sum over V of S dS: the diagonal of a product
+    sq = gl.zeros([BD, BD], gl.float32, MSQ)
     sq = warpgroup_mma(sS, sD.permute((1, 0)), sq, use_acc=False, is_async=True)
     sq = warpgroup_mma_wait(0, deps=[sq])
-    eye = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(1, MSQ)), 1) == gl.expand_dims(
-        gl.arange(0, BD, gl.SliceLayout(0, MSQ)), 0
-    )
+    rsq = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(1, MSQ)), 1)
+    eye = rsq == gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, MSQ)), 0)
     last = gl.convert_layout(gl.sum(gl.where(eye, sq, 0.0), 1), CH) * (e0 * e1)
-    psm = sums + b * (3 * C) + tok
+    # block 1
     ec = gl.expand_dims(e0, 1)
     ya = gl.convert_layout(yo, DOT)
-    # block 1
-    F = ex2(product(ga1, tri.index(0), zero, False))
-    t = state_product(sS, sdo.slice(32, 32, 0).permute((1, 0)), MMA) * ec
-    t = product(ya, st.index(2).permute((1, 0)), t, True)
+    F, tq, tk = row_products(ga1, tri, sS, sdo, sx, 1, zero)
+    tq, tk = pair(ya, ya, transposed(st, 2), transposed(st, 5), tq * ec, tk * (0.0 - ec), True)
     q_ = normed(qt1, gl.load(prs + 32) * scale)
-    qF = (q_ * F).to(gl.bfloat16)
-    dq_ = t * F
-    dG1 = qF.to(gl.float32) * t
-    t = state_product(sS, sx.slice(32, 32, 0).permute((1, 0)), MMA) * (0.0 - ec)
-    t = product(ya, st.index(5).permute((1, 0)), t, True)
     k_ = normed(kt1, gl.load(prs + 96))
-    kF = (k_ * F).to(gl.bfloat16)
-    dk_ = t * F
-    dG1 += kF.to(gl.float32) * t
-    t = state_product(sD, su.slice(32, 32, 0).permute((1, 0)), MMA) * ex2(
-        product(ga1, tri.index(1), zero, False)
-    )
-    dk_ += t
-    t = t * k_
-    last += gl.sum(t, 1)
-    dG1 -= t
-    dq_, dk_, dG1 = diagonal(
-        q_, k_, ga1, shift, tri.index(2), st.index(1), st.index(4), dq_, dk_, dG1, MMA, DOT
-    )
+    qF = bf16(q_ * F)
+    kF = bf16(k_ * F)
+    dq_ = tq * F
+    dk_ = tk * F
+    dG1 = qF.to(gl.float32) * tq + kF.to(gl.float32) * tk
+    B, A, tc = column_products(ga1, tri, sD, su, 1, zero, shift)
+    tc = tc * B
+    dk_ += tc
+    tc = tc * k_
+    last += gl.sum(tc, 1)
+    dG1 -= tc
+    dq_, dk_, dG1 = diagonal(q_, k_, A, st, 1, dq_, dk_, dG1, zero, DOT)
     xk0 = gl.load(k + p0, mask=ml0, other=0.0)
     xq0 = gl.load(q + p0, mask=ml0, other=0.0)
-    dd = gl.expand_dims(gl.load(psm + 32), 0)
-    q_ = normed(qt1, gl.load(prs + 32) * scale)
-    k_ = normed(kt1, gl.load(prs + 96))
-    put(
-        dq + p1,
-        gl.expand_dims(gl.load(prs + 32), 0)
-        * ((dq_ + dd * k_) * scale - q_ * gl.expand_dims(gl.load(psm + 96) / scale, 0)),
-        ml1,
-        LD,
-    )
-    put(
-        dk + p1,
-        gl.expand_dims(gl.load(prs + 96), 0) * (dk_ + dd * q_ - k_ * gl.expand_dims(gl.load(psm + 160), 0)),
-        ml1,
-        LD,
-    )
+    put_inputs(dq, dk, p1, dq_, dk_, qt1, kt1, prs + 32, psm + 32, scale, ml1, LD)
     # block 0
     kt0 = to_channels(xk0, MMA)
     qt0 = to_channels(xq0, MMA)
-    F = ex2(product(ga0, tri.index(0), zero, False))
-    t = state_product(sS, sdo.slice(0, 32, 0).permute((1, 0)), MMA)
+    F, tq, tk = row_products(ga0, tri, sS, sdo, sx, 0, zero)
     q_ = normed(qt0, gl.load(prs) * scale)
-    dq_ = t * F
-    dG0 = q_ * dq_
-    t = state_product(sS, sx.slice(0, 32, 0).permute((1, 0)), MMA)
     k_ = normed(kt0, gl.load(prs + 64))
-    dk_ = 0.0 - t * F
-    dG0 += k_ * dk_
-    t = state_product(sD, su.slice(0, 32, 0).permute((1, 0)), MMA) * gl.expand_dims(e1, 1)
+    dq_ = tq * F
+    dk_ = 0.0 - tk * F
+    dG0 = q_ * dq_ + k_ * dk_
+    B, A, tc = column_products(ga0, tri, sD, su, 0, zero, shift)
     yo32 = yo.to(gl.float32)
-    last += gl.sum(yo32 * t, 1)
-    t = product(gl.convert_layout(qF, DOT), st.index(2), t, True)
-    t = product(gl.convert_layout(kF, DOT), st.index(5), t, True)
-    dG0 -= yo32 * t
-    dk_ += t * ex2(product(ga0, tri.index(1), zero, False))
-    dq_, dk_, dG0 = diagonal(
-        q_, k_, ga0, shift, tri.index(2), st.index(0), st.index(3), dq_, dk_, dG0, MMA, DOT
-    )
-    dd = gl.expand_dims(gl.load(psm), 0)
-    q_ = normed(qt0, gl.load(prs) * scale)
-    k_ = normed(kt0, gl.load(prs + 64))
-    put(
-        dq + p0,
-        gl.expand_dims(gl.load(prs), 0)
-        * ((dq_ + dd * k_) * scale - q_ * gl.expand_dims(gl.load(psm + 64) / scale, 0)),
-        ml0,
-        LD,
-    )
-    put(
-        dk + p0,
-        gl.expand_dims(gl.load(prs + 64), 0) * (dk_ + dd * q_ - k_ * gl.expand_dims(gl.load(psm + 128), 0)),
-        ml0,
-        LD,
-    )
+    tc = tc * gl.expand_dims(e1, 1)
+    last += gl.sum(yo32 * tc, 1)
+    tc = chained(gl.convert_layout(qF, DOT), gl.convert_layout(kF, DOT), tile(st, 2), tile(st, 5), tc, True)
+    dG0 -= yo32 * tc
+    dk_ += tc * B
+    dq_, dk_, dG0 = diagonal(q_, k_, A, st, 0, dq_, dk_, dG0, zero, DOT)
+    put_inputs(dq, dk, p0, dq_, dk_, qt0, kt0, prs, psm, scale, ml0, LD)
     # decay: sum over this and later positions, then the bounded sigmoid
-    R1 = suffix(dG1, suf, DOT) + gl.expand_dims(last, 1)
+    R1 = suffix(dG1, suf, zero, DOT) + gl.expand_dims(last, 1)
     last += gl.sum(dG1, 1)
-    R0 = suffix(dG0, suf, DOT) + gl.expand_dims(last, 1)
-    zb = to_channels(gl.load(z + p0, mask=ml0, other=0.0), MMA).to(gl.float32) + gl.expand_dims(b_bias, 1)
-    s = sigmoid(zb * a)
-    R0 = gl.where(gl.expand_dims(m0, 0), R0 * (a * lb) * s * (1.0 - s), 0.0)
-    put(dz + p0, R0, ml0, LD)
-    dA = gl.sum(R0 * zb, 1)
-    zb = to_channels(gl.load(z + p1, mask=ml1, other=0.0), MMA).to(gl.float32) + gl.expand_dims(b_bias, 1)
-    s = sigmoid(zb * a)
-    R1 = gl.where(gl.expand_dims(m1, 0), R1 * (a * lb) * s * (1.0 - s), 0.0)
-    put(dz + p1, R1, ml1, LD)
-    gl.store(dAp + b * (D // BD) + i_d, gl.sum(dA + gl.sum(R1 * zb, 1), 0))
-    gl.store(dbp + b * D + i_d * BD + ch, gl.sum(R0 + R1, 1))
+    R0 = suffix(dG0, suf, zero, DOT) + gl.expand_dims(last, 1)
+    dA0, db0 = put_gate(dz, z, p0, R0, m0, ml0, a, b_bias, lb, MMA, LD)
+    dA1, db1 = put_gate(dz, z, p1, R1, m1, ml1, a, b_bias, lb, MMA, LD)
+    gl.store(dAp + b.to(gl.int64) * (D // BD) + i_d, gl.sum(dA0 + dA1, 0))
+    gl.store(dbp + b.to(gl.int64) * D + i_d * BD + ch, db0 + db1)

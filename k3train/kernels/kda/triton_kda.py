@@ -170,33 +170,23 @@ def _operands(
     q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float, table: _Table
 ):
     """Run ``kda_prep`` and ``kda_inverse``: [chunks, h, 64, .] tiles by name."""
-    import triton.language as tl
-
     from k3train.kernels.kda.triton_prep import kda_inverse, kda_prep
 
+    # autograd's threads begin without a CUDA context; tensor maps need one, and an ordinary launch sets it
+    q.new_zeros(1)
     n, h, d = table.num_chunks, q.shape[1], q.shape[2]
     tiles = {name: q.new_empty(n, h, CHUNK, d) for name in ("kh", "kt", "qh")}
     tiles.update({name: q.new_empty(n, h, CHUNK, CHUNK) for name in ("tb", "aqk")})
     tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
     tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
     akk = tiles["tb"].view(torch.float16)
-    _launch(kda_prep, (n * h,), 
-        q, k, z, A_log, dt_bias, tiles["kh"], tiles["kt"], tiles["qh"], akk, tiles["aqk"], tiles["dec"],
-        tiles["rs"], table.chunks, d**-0.5, bound, _shift(bound), H=h, D=d, num_warps=8, maxnreg=128,
-    )  # fmt: skip
+    rows = [_descriptor(x.view(-1, h * d), CHUNK, d) for x in (q, k, z)]
+    out = [_descriptor(tiles[name], CHUNK, d) for name in ("kh", "kt", "qh")]
     _launch(
-        kda_inverse,
-        (n * h,),
-        akk,
-        tiles["tb"],
-        beta,
-        table.chunks,
-        H=h,
-        DT=tl.bfloat16,
-        IT=tl.float16,
-        num_warps=4,
-        maxnreg=128,
-    )
+        kda_prep, (n * h,), *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
+        table.chunks, d**-0.5, bound, _shift(bound), H=h, D=d, num_warps=8, maxnreg=128,
+    )  # fmt: skip
+    _launch(kda_inverse, (n * h,), akk, tiles["tb"], beta, table.chunks, H=h, num_warps=4)
     return tiles
 
 
@@ -219,7 +209,8 @@ class _Kda(torch.autograd.Function):
         s = _Shapes(h, table)
         o = torch.empty_like(v)
         final = q.new_empty(table.num_documents, h, d, d, dtype=torch.float32) if want_final else None
-        _launch(kda_chain, (d // s.block_v, h, table.num_documents), 
+        _launch(
+        kda_chain, (d // s.block_v, h, table.num_documents),
             _descriptor(v.view(-1, h * d), CHUNK, s.block_v), *_chain_operands(x), None, None, x["dec"], o,
             initial, final, table.documents, H=h, D=d, V=d, BV=s.block_v, HAS_H0=initial is not None,
             STORE_HT=want_final, OUTPUT=True, STAGES=s.stages, W=s.warps, num_warps=s.warps,
@@ -254,13 +245,15 @@ def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, t
     operands = _chain_operands(x)
     hs, dhs = q.new_empty(n, h, d, d), q.new_empty(n, h, d, d)
     us, dv = q.new_empty(n, h, CHUNK, d), torch.empty_like(v)
-    _launch(kda_chain, grid, 
+    _launch(
+        kda_chain, grid,
         _descriptor(v.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(hs, d, s.block_v),
         _descriptor(us, CHUNK, s.block_v), x["dec"], None, initial, None, table.documents,
         HAS_H0=initial is not None, STORE_HT=False, OUTPUT=False, **shapes,
     )  # fmt: skip
     dinitial = torch.empty_like(initial) if initial is not None else None
-    _launch(kda_bchain, grid, 
+    _launch(
+        kda_bchain, grid,
         _descriptor(do.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(dhs, d, s.block_v),
         x["dec"], dv, dfinal, dinitial, table.documents, HAS_DHT=dfinal is not None, STORE_DH0=dinitial is
         not None, **shapes,
@@ -302,8 +295,11 @@ def _input_gradients(q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, r
         DT=tl.bfloat16,
         num_warps=4,
     )
-    _launch(kda_grad, (2 * n * h,), 
-        q, k, z, A_log, dt_bias, do, us, dv, hs, dhs, rs, tiles, sums, dq, dk, dz, dA, dbias, table.chunks,
+    rows = [_descriptor(x.view(-1, h * d), CHUNK, d) for x in (do, dv)]
+    wide = [_descriptor(x, CHUNK, d) for x in (us, hs, dhs)]
+    _launch(
+        kda_grad, (2 * n * h,), q, k, z, A_log, dt_bias, rows[0], wide[0], rows[1], *wide[1:], rs,
+        _descriptor(tiles, 2 * 32, 32), sums, dq, dk, dz, dA, dbias, table.chunks,
         d**-0.5, bound, _shift(bound), H=h, D=d, V=d, num_warps=4,
     )  # fmt: skip
     return dq, dk, dz, dbeta, dA.sum((0, 2)), dbias.sum(0).view(-1)

@@ -9,22 +9,45 @@ products with 0/1 triangles.
 Imports triton: import it inside functions only.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from k3train.kernels.kda.triton_math import ex2, log2_gates, product, put, store_triangles, to_channels
+from k3train.kernels.kda.triton_math import (
+    bf16,
+    clear_rows,
+    ex2,
+    fp16,
+    log2_gates,
+    product,
+    sigmoid,
+    store_triangles,
+)
 
 
 @gluon.jit
-def stage(s, x):
-    s.permute((1, 0)).store(x.to(gl.bfloat16))
+def channels(s, half: gl.constexpr, MMA: gl.constexpr):
+    """A block's rows of tokens in shared memory -> [channels, tokens]."""
+    return s.slice(32 * half, 32, 0).permute((1, 0)).load(MMA)
+
+
+@gluon.jit
+def stage(s, first: gl.constexpr, x):
+    """[channels, 32 tokens] -> bf16 rows of tokens in shared memory."""
+    s.slice(first, 32, 0).permute((1, 0)).store(bf16(x))
+
+
+@gluon.jit
+def inverse_norms(s, LN: gl.constexpr):
+    """1 / |row| of 64 rows."""
+    x = s.load(LN).to(gl.float32)
+    return gl.rsqrt(gl.sum(x * x, 1) + 1e-6)
 
 
 @gluon.jit
@@ -35,12 +58,13 @@ def score(sx, sy, SC: gl.constexpr):
 
 @gluon.jit
 def put_score(aqk, akk, acc, row: gl.constexpr, col: gl.constexpr, diag: gl.constexpr, SC: gl.constexpr):
+    """Rows 0-31 are a block's queries, rows 32-63 its keys."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, SC)), 1)
     j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SC)), 0)
     keep = (r >= j) & ((r < 32) | (r - 32 > j)) if diag else r >= 0
     x = gl.where(keep, acc, 0.0)
-    gl.store(aqk + (row + r) * 64 + (col + j), x.to(gl.bfloat16), mask=(r < 32) & (j < 32))
-    gl.store(akk + (row + r - 32) * 64 + (col + j), x.to(gl.float16), mask=(r >= 32) & (j < 32))
+    gl.store(aqk + (row + r) * 64 + (col + j), bf16(x), mask=(r < 32) & (j < 32))
+    gl.store(akk + (row + r - 32) * 64 + (col + j), fp16(x), mask=(r >= 32) & (j < 32))
 
 
 @gluon.jit
@@ -53,7 +77,7 @@ def kda_prep(
     kh,
     kt,
     qh,
-    tb,
+    akk,
     aqk,
     dec,
     rs,
@@ -68,125 +92,164 @@ def kda_prep(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16])
-    LD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    LN: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])
-    S128: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     S64: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     CH: gl.constexpr = gl.SliceLayout(1, MMA)
     TK: gl.constexpr = gl.SliceLayout(0, MMA)
     i_h = gl.program_id(0) % H
-    i_c = (gl.program_id(0) // H).to(gl.int64)
-    first = gl.load(chunks + 2 * i_c).to(gl.int64)
+    i_c = gl.program_id(0) // H
+    first = gl.load(chunks + 2 * i_c)
     left = gl.load(chunks + 2 * i_c + 1)
     b = i_c * H + i_h
-    row0 = first * H + i_h
-    rl = gl.arange(0, 32, gl.SliceLayout(1, LD))
-    cl = gl.arange(0, D, gl.SliceLayout(0, LD))
-    p0 = row0 * D + (gl.expand_dims(rl * (H * D), 1) + gl.expand_dims(cl, 0))
-    p1 = p0 + 32 * H * D
-    ml0 = gl.expand_dims(rl < left, 1)
-    ml1 = gl.expand_dims(rl + 32 < left, 1)
-    xz0 = gl.load(z + p0, mask=ml0, other=0.0)
-    xz1 = gl.load(z + p1, mask=ml1, other=0.0)
-    xk0 = gl.load(k + p0, mask=ml0, other=0.0)
-    xk1 = gl.load(k + p1, mask=ml1, other=0.0)
-    xq0 = gl.load(q + p0, mask=ml0, other=0.0)
-    xq1 = gl.load(q + p1, mask=ml1, other=0.0)
+    sz = gl.allocate_shared_memory(gl.bfloat16, [C, D], z.layout)
+    sk = gl.allocate_shared_memory(gl.bfloat16, [C, D], z.layout)
+    sq = gl.allocate_shared_memory(gl.bfloat16, [C, D], z.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, 3 * 2 * C * D)
+    tma.async_copy_global_to_shared(z, [first, i_h * D], bar, sz)
+    tma.async_copy_global_to_shared(k, [first, i_h * D], bar, sk)
+    tma.async_copy_global_to_shared(q, [first, i_h * D], bar, sq)
     a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
     ch = gl.arange(0, D, CH)
     tok = gl.arange(0, 32, TK)
     b_bias = gl.load(bias + i_h * D + ch).to(gl.float32)
-    m0 = tok < left
-    m1 = tok + 32 < left
     tri = gl.allocate_shared_memory(gl.float16, [3, 32, 32], S64)
     store_triangles(tri, LT)
+    sx = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], z.layout)
+    sy = gl.allocate_shared_memory(gl.bfloat16, [2, 32, D], z.layout)
+    zero = gl.zeros([D, 32], gl.float32, MMA)
     fence_async_shared()
     gl.thread_barrier()
-    ga0, e0 = log2_gates(to_channels(xz0, MMA), m0, a, b_bias, lb, DOT)
-    ga1, e1 = log2_gates(to_channels(xz1, MMA), m1, a, b_bias, lb, DOT)
-    gl.store(dec + b * D + ch, e0 * e1)
-    prs = rs + b * (2 * C) + rl
-    f = xk0.to(gl.float32)
-    rk0 = gl.rsqrt(gl.sum(f * f, 1) + 1e-6)
-    gl.store(prs + 64, rk0)
-    f = xk1.to(gl.float32)
-    rk1 = gl.rsqrt(gl.sum(f * f, 1) + 1e-6)
-    gl.store(prs + 96, rk1)
-    f = xq0.to(gl.float32)
-    rq0 = gl.rsqrt(gl.sum(f * f, 1) + 1e-6)
-    gl.store(prs, rq0)
-    f = xq1.to(gl.float32)
-    rq1 = gl.rsqrt(gl.sum(f * f, 1) + 1e-6)
-    gl.store(prs + 32, rq1)
-    sx = gl.allocate_shared_memory(gl.bfloat16, [3, 64, D], S128)
-    sy = gl.allocate_shared_memory(gl.bfloat16, [3, 32, D], S128)
-    pt = b * (C * D) + gl.expand_dims(rl * D, 1) + gl.expand_dims(cl, 0)
-    zero = gl.zeros([D, 32], gl.float32, MMA)
+    mbarrier.wait(bar, 0)
+    if left < C:
+        clear_rows(sk, left, LN)
+        clear_rows(sq, left, LN)
+        gl.thread_barrier()
+    rn = gl.arange(0, C, gl.SliceLayout(1, LN))
+    rq = inverse_norms(sq, LN)
+    rk = inverse_norms(sk, LN)
+    prs = rs + b.to(gl.int64) * (2 * C)
+    gl.store(prs + rn, rq)
+    gl.store(prs + C + rn, rk)
+    ga0, e0 = log2_gates(channels(sz, 0, MMA), tok < left, a, b_bias, lb, DOT)
+    ga1, e1 = log2_gates(channels(sz, 1, MMA), tok + 32 < left, a, b_bias, lb, DOT)
+    gl.store(dec + b.to(gl.int64) * D + ch, e0 * e1)
+    gl.thread_barrier()
+    rk0 = gl.load(prs + C + tok)
+    rq0 = gl.load(prs + tok) * scale
+    rk1 = gl.load(prs + C + 32 + tok)
+    rq1 = gl.load(prs + 32 + tok) * scale
+    xk1 = channels(sk, 1, MMA)
+    xq1 = channels(sq, 1, MMA)
     # block 0
-    K = to_channels(xk0, MMA).to(gl.float32) * gl.expand_dims(gl.convert_layout(rk0, TK), 0)
-    Q = to_channels(xq0, MMA).to(gl.float32) * gl.expand_dims(gl.convert_layout(rq0, TK) * scale, 0)
+    K = channels(sk, 0, MMA).to(gl.float32) * gl.expand_dims(rk0, 0)
+    Q = channels(sq, 0, MMA).to(gl.float32) * gl.expand_dims(rq0, 0)
     A = product(ga0, tri.index(2), zero, False) + shift
     x = ex2(A)
-    stage(sx.index(0).slice(0, 32, 0), Q * x)
-    stage(sx.index(0).slice(32, 32, 0), K * x)
-    stage(sy.index(0), K * ex2(0.0 - A))
-    x = ex2(product(ga0, tri.index(0), zero, False))
-    put(kh + pt, K * x, None, LD)
-    put(qh + pt, Q * x, None, LD)
-    x = K * ex2(product(ga0, tri.index(1), zero, False))
-    stage(sy.index(2), x)
-    put(kt + pt, x * gl.expand_dims(e1, 1), None, LD)
-    # block 1
-    pt += 32 * D
-    K = to_channels(xk1, MMA).to(gl.float32) * gl.expand_dims(gl.convert_layout(rk1, TK), 0)
-    Q = to_channels(xq1, MMA).to(gl.float32) * gl.expand_dims(gl.convert_layout(rq1, TK) * scale, 0)
-    A = product(ga1, tri.index(2), zero, False) + shift
-    x = ex2(A)
-    stage(sx.index(1).slice(0, 32, 0), Q * x)
-    stage(sx.index(1).slice(32, 32, 0), K * x)
-    stage(sy.index(1), K * ex2(0.0 - A))
-    x = ex2(product(ga1, tri.index(0), zero, False))
-    stage(sx.index(2).slice(0, 32, 0), Q * x)
-    stage(sx.index(2).slice(32, 32, 0), K * x)
+    stage(sx.index(0), 0, Q * x)
+    stage(sx.index(0), 32, K * x)
+    stage(sy.index(0), 0, K * ex2(0.0 - A))
     fence_async_shared()
     gl.thread_barrier()
     s0 = score(sx.index(0), sy.index(0), SC)
+    x = ex2(product(ga0, tri.index(0), zero, False))
+    stage(sz, 0, K * x)
+    stage(sq, 0, Q * x)
+    yo = K * ex2(product(ga0, tri.index(1), zero, False))
+    stage(sk, 0, yo * gl.expand_dims(e1, 1))
+    s0 = warpgroup_mma_wait(0, deps=[s0])
+    # block 1
+    K = xk1.to(gl.float32) * gl.expand_dims(rk1, 0)
+    Q = xq1.to(gl.float32) * gl.expand_dims(rq1, 0)
+    A = product(ga1, tri.index(2), zero, False) + shift
+    x = ex2(A)
+    stage(sx.index(1), 0, Q * x)
+    stage(sx.index(1), 32, K * x)
+    stage(sy.index(1), 0, K * ex2(0.0 - A))
+    fence_async_shared()
+    gl.thread_barrier()
     s1 = score(sx.index(1), sy.index(1), SC)
-    s2 = score(sx.index(2), sy.index(2), SC)
+    x = ex2(product(ga1, tri.index(0), zero, False))
+    stage(sx.index(0), 0, Q * x)
+    stage(sx.index(0), 32, K * x)
+    stage(sy.index(0), 0, yo)
     x = x * gl.expand_dims(e0, 1)
-    put(kh + pt, K * x, None, LD)
-    put(qh + pt, Q * x, None, LD)
-    s0, s1, s2 = warpgroup_mma_wait(0, deps=[s0, s1, s2])
-    put_score(aqk + b * (C * C), tb + b * (C * C), s0, 0, 0, True, SC)
-    put_score(aqk + b * (C * C), tb + b * (C * C), s1, 32, 32, True, SC)
-    put_score(aqk + b * (C * C), tb + b * (C * C), s2, 32, 0, False, SC)
-    put_score(aqk + b * (C * C), tb + b * (C * C), gl.zeros([64, 32], gl.float32, SC), 0, 32, False, SC)
-    put(kt + pt, K * ex2(product(ga1, tri.index(1), zero, False)), None, LD)
+    stage(sz, 32, K * x)
+    stage(sq, 32, Q * x)
+    stage(sk, 32, K * ex2(product(ga1, tri.index(1), zero, False)))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(kh, [b * C, 0], sz)
+    tma.async_copy_shared_to_global(qh, [b * C, 0], sq)
+    tma.async_copy_shared_to_global(kt, [b * C, 0], sk)
+    s2 = score(sx.index(0), sy.index(0), SC)
+    aqk += b.to(gl.int64) * (C * C)
+    akk += b.to(gl.int64) * (C * C)
+    put_score(aqk, akk, s0, 0, 0, True, SC)
+    put_score(aqk, akk, gl.zeros([64, 32], gl.float32, SC), 0, 32, False, SC)
+    s1, s2 = warpgroup_mma_wait(0, deps=[s1, s2])
+    put_score(aqk, akk, s1, 32, 32, True, SC)
+    put_score(aqk, akk, s2, 32, 0, False, SC)
+    tma.store_wait(0)
 
 
-@triton.jit
-def kda_inverse(akk, tb, beta, chunks, H: tl.constexpr, DT: tl.constexpr, IT: tl.constexpr):
-    C: tl.constexpr = 64
-    i_h = tl.program_id(0) % H
-    i_c = (tl.program_id(0) // H).to(tl.int64)
-    first = tl.load(chunks + 2 * i_c).to(tl.int64)
-    left = tl.load(chunks + 2 * i_c + 1)
-    r = tl.arange(0, C)
-    i, j = r[:, None], r[None, :]
-    m = r < left
-    b = tl.where(m, tl.sigmoid(tl.load(beta + (first + r) * H + i_h, mask=m, other=0.0).to(tl.float32)), 0.0)
-    p = (i_c * H + i_h) * (C * C) + i * C + j
-    A = tl.load(akk + p).to(tl.float32) * b[:, None]
-    N = tl.where((i // 16) == (j // 16), -A, 0.0)
-    X = tl.where(i == j, 1.0, 0.0) + N
-    P = N.to(IT)
-    for _ in tl.static_range(3):
-        P = tl.dot(P, P).to(IT)
-        X = X + tl.dot(X.to(IT), P)
-    O = tl.where(((i // 32) == (j // 32)) & ((i // 16) != (j // 16)), A, 0.0).to(IT)
-    Y = X.to(IT)
-    X = X - tl.dot(tl.dot(Y, O).to(IT), Y)
-    O = tl.where((i // 32) != (j // 32), A, 0.0).to(IT)
-    Y = X.to(IT)
-    X = X - tl.dot(tl.dot(Y, O).to(IT), Y)
-    tl.store(tb + p, (X * b[None, :]).to(DT))
+@gluon.jit
+def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
+    """(I + diag(beta) A)^-1 diag(beta) of strictly lower A [64, 64]; ``tb`` may overwrite ``akk``.
+
+    Blocks of 16 by products of (I + N^(2^i)), N = -beta A, then two merges. fp16 operands: A is at most 1,
+    and doubling over blocks of 32 would lose the digits that blocks of 16 keep.
+    """
+    C: gl.constexpr = 64
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    S128: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    i_h = gl.program_id(0) % H
+    i_c = (gl.program_id(0) // H).to(gl.int64)
+    first = gl.load(chunks + 2 * i_c).to(gl.int64)
+    left = gl.load(chunks + 2 * i_c + 1)
+    t = gl.arange(0, C, L1)
+    i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, MMA)), 1)
+    j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MMA)), 0)
+    p = (i_c * H + i_h) * (C * C) + (i * C + j)
+    A = gl.load(akk + p)
+    b = gl.load(beta + (first + t) * H + i_h, mask=t < left, other=0.0).to(gl.float32)
+    b = gl.where(t < left, sigmoid(b), 0.0)
+    rows = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(1, MMA)), 1)
+    N = A * (0.0 - rows).to(gl.float16)
+    none = gl.zeros_like(N)
+    near = (i // 16) == (j // 16)
+    half = (i // 32) == (j // 32)
+    P = gl.where(near, N, none)
+    s = gl.allocate_shared_memory(gl.float16, [4, C, C], S128)
+    s.index(2).store(gl.where(half & (i // 16 != j // 16), N, none))
+    s.index(3).store(gl.where(half, none, N))
+    X = gl.where(i == j, 1.0, P.to(gl.float32))
+    zero = gl.zeros([C, C], gl.float32, MMA)
+    for n in gl.static_range(4):
+        s.index(n % 2).store(P)
+        fence_async_shared()
+        gl.thread_barrier()
+        pa = gl.convert_layout(P, DOT)
+        xa = gl.convert_layout(fp16(X), DOT)
+        if n == 0:
+            P2 = product(pa, s.index(0), zero, False)
+        elif n == 3:
+            X = product(xa, s.index(1), X, True)
+        else:
+            P2 = warpgroup_mma(pa, s.index(n % 2), zero, use_acc=False, is_async=True)
+            X = warpgroup_mma(xa, s.index(n % 2), X, is_async=True)
+            P2, X, pa, xa = warpgroup_mma_wait(0, deps=[P2, X, pa, xa])
+        P = fp16(P2)
+    for n in gl.static_range(2):
+        x = fp16(X)
+        s.index(n).store(x)
+        fence_async_shared()
+        gl.thread_barrier()
+        y = fp16(product(gl.convert_layout(x, DOT), s.index(2 + n), zero, False))
+        X = product(gl.convert_layout(y, DOT), s.index(n), X, True)
+    cols = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, MMA)), 0)
+    gl.store(tb + p, bf16(X * cols))
