@@ -31,7 +31,7 @@ from k3train.data.indexed import CorpusError, write_atomically
 
 RECIPE = 1
 """Raised when the same packages give other tokens."""
-VOCAB_SIZE = 4096
+VOCAB_SIZE = 2048
 BPE_SAMPLE_BYTES = 4_000_000
 CORPORA = ("prose", "docs", "code", "heldout")
 WITH_LONG = ("prose", "code")

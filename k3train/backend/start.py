@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing.util
 import os
 import random
 import sys
+import warnings
 from datetime import timedelta
 
 import numpy as np
@@ -21,6 +23,7 @@ def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.de
 
     With a GPU the device is ``cuda:LOCAL_RANK``. Raises RuntimeError when ``device=cuda`` finds no GPU.
     """
+    _quiet_libraries()
     use_cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     if use_cuda and not torch.cuda.is_available():
         raise RuntimeError("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")
@@ -35,6 +38,17 @@ def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.de
         chosen = torch.device("cpu")
     mcore_fixes.apply()
     return chosen
+
+
+def _quiet_libraries() -> None:
+    """Silence what megatron-core and torch say about choices that k3train has made on purpose.
+
+    Among them: no TransformerEngine or apex, checkpoints written without nvidia-resiliency-ext, checkpoint
+    files read by every rank for itself.
+    """
+    for module in ("megatron", "torch", "transformer_engine"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+        logging.getLogger(module).setLevel(logging.ERROR)
 
 
 def start_processes(device: torch.device, *, timeout_seconds: int, init_method: str = "env://") -> None:

@@ -178,6 +178,6 @@ def _restore_rng(path: Path, record: dict[str, Any], groups: Groups) -> None:
 
     every_rank(restore)
     if not same and rank() == 0:
-        logger.warning(
+        logger.info(
             "%s was saved under another layout: random generators are seeded anew from its state", path.name
         )

@@ -66,6 +66,8 @@ def stop_groups() -> None:
 
     megatron-core only drops its references: each gloo group would keep three threads alive.
     """
+    # A gloo group that nothing has used yet may still be connecting to a peer.
+    dist.barrier()
     listed = parallel_state._global_process_group_list or []
     distinct = {id(group): group for group in listed if group is not None}
     parallel_state.destroy_model_parallel()

@@ -36,7 +36,10 @@ def launch(run: Run, resolved: Path) -> int:
 
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            # A rank that stops or fails says so itself; the agent's report adds only its own stack.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(run.cluster.threads_per_rank))
     # As `torchrun --standalone`: the agent's own store, on a port that the system picks while binding it.
     config = LaunchConfig(
