@@ -62,13 +62,14 @@ class Builder:
             fallback = field.default if field.default_factory is MISSING else field.default_factory()
             required = fallback is MISSING
             fallback = _zero(hints[field.name]) if required else fallback
-            if field.name not in given or given[field.name] == "???":
-                if required and isinstance(tree, Mapping):
-                    rule = f"is missing: {cls.__name__.lower()} {path.rpartition('.')[2]} needs it"
+            value = given.get(field.name)
+            if field.name not in given or value == "???":
+                if (required or value == "???") and isinstance(tree, Mapping):
+                    rule = f"is missing: {path or 'the run'} needs it"
                     self._problem(key, None, rule, f"Set {key}", "config.missing-key")
                 values[field.name] = fallback
             else:
-                values[field.name] = self._value(hints[field.name], given[field.name], key, fallback)
+                values[field.name] = self._value(hints[field.name], value, key, fallback)
         return cls(**values)
 
     def _unknown(self, key: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,9 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from k3train.config.files import runs_something
-from k3train.config.keys import closest_word, flattened, follow, holds_keys, suggest_key
+from k3train.config.keys import closest_word, flattened, follow, holds_keys, suggest_key, without_none
 from k3train.config.nearest import choices
-from k3train.config.problems import ConfigProblem
+from k3train.config.problems import ConfigProblem, shown
 
 GROUPS = (
     "model",
@@ -52,7 +53,7 @@ def read_overrides(given: list[str], config_dir: Path) -> Overrides:
     for text in given:
         override = _parse(parser, text)
         if override is None:
-            rule = f"'{text}' cannot be read as key=value"
+            rule = f"'{shown(text)}' cannot be read as key=value"
             _refuse(result, "", text, rule, _unreadable_fix(text), "config.override")
         else:
             _sort_in(result, override, text, config_dir)
@@ -67,7 +68,7 @@ def options_of(group: str, config_dir: Path) -> list[str]:
 def _parse(parser: OverridesParser, text: str) -> Override | None:
     try:
         override = parser.parse_override(text)
-    except HydraException:
+    except (HydraException, RecursionError):
         return None
     return override if override.key_or_group else None
 
@@ -135,6 +136,8 @@ def _set(result: Overrides, key: str, plain: str, value: Any) -> None:
             f"Set the keys below it, as {key}.KEY=VALUE",
             "config.type",
         )
+    elif typing.get_origin(without_none(follow(key))[0]) is list and isinstance(value, Mapping):
+        _refuse(result, key, cast(Any, value), "must be a list", f"Write it as {key}=[a,b]", "config.type")
     elif any(runs_something(text) for text in _texts(value)):
         rule = "holds '${...}' with more than a plain key, and nothing in a value is ever run"
         _refuse(result, key, value, rule, "Write the value itself", "config.interpolation")

@@ -26,11 +26,17 @@ class Range:
         below = value < self.high if self.without_high else value <= self.high
         return above and below
 
-    def __str__(self) -> str:
-        low = f"more than {self.low:g}" if self.without_low else f"at least {self.low:g}"
-        if self.high == float("inf"):
-            return low
-        return f"{low} and {'less than' if self.without_high else 'at most'} {self.high:g}"
+    def broken_by(self, value: float) -> tuple[str, str]:
+        """Rule that a value outside breaks, and its fix."""
+        too_low = value < self.low or (self.without_low and value == self.low)
+        bound = _number(self.low if too_low else self.high)
+        if self.without_low if too_low else self.without_high:
+            side = "more than" if too_low else "less than"
+            return f"must be {side} {bound}", f"Use a number {side} {bound}"
+        return (
+            f"must be at {'least' if too_low else 'most'} {bound}",
+            f"Use {bound}{' or more' if too_low else ' or less'}",
+        )
 
     def inside(self) -> float:
         """Some number that lies in the range."""
@@ -39,14 +45,18 @@ class Range:
         return (self.low + self.high) / 2 if self.without_low else self.low
 
 
-_ONE = Range(1)
-_ZERO = Range(0)
+_ONE = Range(1, 2**31 - 1)
+"""Sizes and degrees: what an int32 holds, so that no arithmetic on them is long or overflows."""
+_ZERO = Range(0, 2**31 - 1)
+_TOKENS = Range(1, 2**62)
+_ANY_TOKENS = Range(0, 2**62)
+_AT_LEAST_0 = Range(0)
 _POSITIVE = Range(0, without_low=True)
 _SHARE = Range(0, 1)
 
 RANGES: dict[str, Range] = {
     "seed": Range(0, 2**32 - 1),
-    "model.num_layers": _ONE,
+    "model.num_layers": Range(1, 10_000),
     "model.hidden_size": _ONE,
     "model.num_heads": _ONE,
     "model.vocab_size": _ONE,
@@ -80,7 +90,7 @@ RANGES: dict[str, Range] = {
     "model.situ.gate_cap": _POSITIVE,
     "model.situ.up_cap": _POSITIVE,
     "model.mtp.num_layers": _SHARE,
-    "model.mtp.loss_weight": _ZERO,
+    "model.mtp.loss_weight": _AT_LEAST_0,
     "parallel.tp": _ONE,
     "parallel.pp": _ONE,
     "parallel.vp": _ONE,
@@ -89,25 +99,25 @@ RANGES: dict[str, Range] = {
     "parallel.etp": _ONE,
     "parallel.pipeline_split.*": _ONE,
     "optim.learning_rate": _POSITIVE,
-    "optim.min_learning_rate": _ZERO,
+    "optim.min_learning_rate": _AT_LEAST_0,
     "optim.warmup_fraction": _SHARE,
     "optim.decay_fraction": _SHARE,
     "optim.beta1": Range(0, 1, without_high=True),
     "optim.beta2": Range(0, 1, without_high=True),
     "optim.eps": _POSITIVE,
-    "optim.weight_decay": _ZERO,
-    "optim.clip_grad_norm": _ZERO,
-    "data.sources.*.min_document_tokens": _ZERO,
+    "optim.weight_decay": _AT_LEAST_0,
+    "optim.clip_grad_norm": _AT_LEAST_0,
+    "data.sources.*.min_document_tokens": _ANY_TOKENS,
     "data.sources.*.max_epochs": _POSITIVE,
-    "data.pack_window_tokens": _ONE,
+    "data.pack_window_tokens": _TOKENS,
     "data.prefetch_steps": _ZERO,
-    "curriculum.stages.*.context_tokens": Range(2),
-    "curriculum.stages.*.tokens": _ONE,
-    "curriculum.stages.*.batch_tokens": _ONE,
+    "curriculum.stages.*.context_tokens": Range(2, 2**31 - 1),
+    "curriculum.stages.*.tokens": _TOKENS,
+    "curriculum.stages.*.batch_tokens": _TOKENS,
     "curriculum.stages.*.micro_batch_sequences": _ONE,
-    "curriculum.stages.*.mix.*": _ZERO,
+    "curriculum.stages.*.mix.*": _AT_LEAST_0,
     "curriculum.stages.*.learning_rate.peak": _POSITIVE,
-    "curriculum.stages.*.learning_rate.warmup_tokens": _ZERO,
+    "curriculum.stages.*.learning_rate.warmup_tokens": _ANY_TOKENS,
     "curriculum.stages.*.parallel.tp": _ONE,
     "curriculum.stages.*.parallel.pp": _ONE,
     "curriculum.stages.*.parallel.vp": _ONE,
@@ -118,14 +128,18 @@ RANGES: dict[str, Range] = {
     "curriculum.eval_sequences": _ZERO,
     "curriculum.eval_every_steps": _ZERO,
     "checkpoint.every_steps": _ZERO,
-    "checkpoint.keep": Range(2),
+    "checkpoint.keep": Range(2, 2**31 - 1),
     "monitor.console_every_steps": _ONE,
-    "cluster.nodes": _ONE,
-    "cluster.ranks_per_node": _ONE,
+    "cluster.nodes": Range(1, 1_000_000),
+    "cluster.ranks_per_node": Range(1, 1024),
     "cluster.threads_per_rank": _ONE,
     "cluster.collective_timeout_seconds": _ONE,
     "cluster.time_limit_minutes": _ZERO,
 }
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def range_problems(run: Run, *, repair: bool = False) -> Iterator[ConfigProblem]:
@@ -143,12 +157,7 @@ def _walk(node: Any, path: str, pattern: str, repair: bool) -> Iterator[ConfigPr
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             allowed = RANGES[own_pattern]
             if value not in allowed:
-                fix = (
-                    f"Use a number {allowed.low:g} or more"
-                    if allowed.high == float("inf")
-                    else f"Use {allowed}"
-                )
-                yield ConfigProblem(key, value, f"must be {allowed}", fix, "range")
+                yield ConfigProblem(key, value, *allowed.broken_by(value), "range")
                 if repair:
                     put(type(value)(allowed.inside()))
 

@@ -194,6 +194,8 @@ def test_stage_is_named_when_the_stage_sets_the_degree() -> None:
         ("optim.learning_rate", 0.0), ("optim.beta2", 1.0), ("optim.warmup_fraction", 1.5),
         ("model.attn_res.block_layers", 0), ("cluster.nodes", 0), ("parallel.pipeline_split", [5, 0]),
         ("curriculum.stages.s256.mix", {"code": -1.0}), ("model.mla_layers", [-1]), ("seed", -1),
+        ("model.num_layers", 10**23), ("model.vocab_size", 10**18), ("cluster.nodes", 10**12),
+        ("parallel.pp", 2**31),
     ],
 )  # fmt: skip
 def test_number_outside_its_range_is_one_problem(key: str, value: Any) -> None:
