@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like "
+    "arange as_tensor empty empty_like empty_strided eye full full_like linspace logspace ones ones_like "
     "rand rand_like randint randn randn_like randperm scalar_tensor tensor tril_indices triu_indices "
     "zeros zeros_like"
 ).split()

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.docs.pages import ROOT, Block, blocks, commands, documents, links, named_paths, tree_paths
 
 from k3train.__main__ import VERBS
 from k3train.config.compose import compose
+from tests.docs.pages import ROOT, Block, blocks, commands, documents, links, named_paths, tree_paths
 
 SHELLS = ("bash", "sh", "console")
 BASH = [block for file in documents() for block in blocks(file) if block.language in SHELLS]
