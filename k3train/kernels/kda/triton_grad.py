@@ -11,8 +11,6 @@ bf16 operands are enough. The i = j terms do not depend on the gate and stay out
 Imports triton: import it inside functions only.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,46 +34,69 @@ from k3train.kernels.kda.triton_math import (
 )
 
 
-@triton.jit
-def kda_pairs(
-    beta, v, o, do, us, dv, db, tiles, sums, chunks, H: tl.constexpr, V: tl.constexpr, DT: tl.constexpr
-):
-    C: tl.constexpr = 64
-    i_h = tl.program_id(0) % H
-    i_c = (tl.program_id(0) // H).to(tl.int64)
-    first = tl.load(chunks + 2 * i_c).to(tl.int64)
-    left = tl.load(chunks + 2 * i_c + 1)
-    r = tl.arange(0, C)
-    ov = tl.arange(0, V)
-    m = r < left
+@gluon.jit
+def on_diagonal(acc, i, j):
+    return gl.sum(gl.where(i == j, acc, 0.0), 1)
+
+
+@gluon.jit
+def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, V: gl.constexpr):
+    """Row sums of products are diagonals of matrix products here: no tile is read into registers."""
+    C: gl.constexpr = 64
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LN: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    i_h = gl.program_id(0) % H
+    i_c = gl.program_id(0) // H
+    first = gl.load(chunks + 2 * i_c)
+    left = gl.load(chunks + 2 * i_c + 1)
     b = i_c * H + i_h
-    row0 = first * H + i_h
-    pv = (r * (H * V))[:, None] + ov[None, :]
-    b_do = tl.load(do + row0 * V + pv, mask=m[:, None], other=0.0)
-    b_x = tl.load(dv + row0 * V + pv, mask=m[:, None], other=0.0)
-    b_u = tl.load(us + b * (C * V) + (r[:, None] * V + ov[None, :]))
-    br = tl.load(beta + row0 + r * H, mask=m, other=0.0).to(tl.float32)
-    u32 = b_u.to(tl.float32)
-    x32 = b_x.to(tl.float32)
-    d32 = b_do.to(tl.float32)
-    xu = tl.sum(x32 * u32, 1)
-    dd = tl.sum(d32 * u32, 1)
-    sq = tl.sum(d32 * tl.load(o + row0 * V + pv, mask=m[:, None], other=0.0).to(tl.float32), 1)
-    em = tl.exp(-tl.maximum(br, -30.0))
-    sk = 2.0 * xu * (1.0 + em) - tl.sum(
-        x32 * tl.load(v + row0 * V + pv, mask=m[:, None], other=0.0).to(tl.float32), 1
-    )
-    tl.store(db + row0 + r * H, (xu * em).to(db.dtype.element_ty), mask=m)
-    ps = sums + b * (3 * C) + r
-    tl.store(ps, dd)
-    tl.store(ps + C, sq)
-    tl.store(ps + 2 * C, sk)
-    ut = tl.trans(b_u)
-    i, j = r[:, None], r[None, :]
-    pt = tiles + b * 6144 + (tl.where(i < 32, 0, tl.where(j < 32, 2048, 1024)) + (i % 32) * 32 + j % 32)
-    keep = (i >= 32) | (j < 32)
-    tl.store(pt, tl.where(i > j, tl.dot(b_do, ut), 0.0).to(DT), mask=keep)
-    tl.store(pt + 3072, tl.where(i > j, -tl.dot(b_x, ut), 0.0).to(DT), mask=keep)
+    s = gl.allocate_shared_memory(gl.bfloat16, [5, C, V], do.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    mbarrier.expect(bar, 5 * 2 * C * V)
+    tma.async_copy_global_to_shared(us, [b * C, 0], bar, s.index(2))
+    tma.async_copy_global_to_shared(do, [first, i_h * V], bar, s.index(0))
+    tma.async_copy_global_to_shared(dv, [first, i_h * V], bar, s.index(1))
+    tma.async_copy_global_to_shared(o, [first, i_h * V], bar, s.index(3))
+    tma.async_copy_global_to_shared(v, [first, i_h * V], bar, s.index(4))
+    r = gl.arange(0, C, gl.SliceLayout(1, MMA))
+    i = gl.expand_dims(r, 1)
+    j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MMA)), 0)
+    inside = r < left
+    pb = (first.to(gl.int64) + r) * H + i_h
+    logit = gl.load(beta + pb, mask=inside, other=0.0).to(gl.float32)
+    gl.thread_barrier()
+    mbarrier.wait(bar, 0)
+    if left < C:
+        for n in gl.static_range(2):
+            clear_rows(s.index(n), left, LN)
+            clear_rows(s.index(3 + n), left, LN)
+        fence_async_shared()
+        gl.thread_barrier()
+    zero = gl.zeros([C, C], gl.float32, MMA)
+    dA = warpgroup_mma(s.index(0), s.index(2).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dB = warpgroup_mma(s.index(1), s.index(2).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dA, dB = warpgroup_mma_wait(0, deps=[dA, dB])
+    oo = warpgroup_mma(s.index(0), s.index(3).permute((1, 0)), zero, use_acc=False, is_async=True)
+    xv = warpgroup_mma(s.index(1), s.index(4).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dd = on_diagonal(dA, i, j)
+    xu = on_diagonal(dB, i, j)
+    out = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], pairs.layout)
+    out.index(0).store(bf16(gl.where(i > j, dA, 0.0)))
+    out.index(1).store(bf16(gl.where(i > j, 0.0 - dB, 0.0)))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(pairs, [2 * b * C, 0], out.index(0))
+    tma.async_copy_shared_to_global(pairs, [(2 * b + 1) * C, 0], out.index(1))
+    oo, xv = warpgroup_mma_wait(0, deps=[oo, xv])
+    # 1 / beta = 1 + e^-logit; below 1e-13 beta is held to keep 0 * inf away
+    em = gl.exp(0.0 - gl.maximum(logit, -30.0))
+    ps = sums + b.to(gl.int64) * (4 * C) + r
+    gl.store(ps, dd)
+    gl.store(ps + C, on_diagonal(oo, i, j))
+    gl.store(ps + 2 * C, 2.0 * xu * (1.0 + em) - on_diagonal(xv, i, j))
+    gl.store(db + pb, (xu * em).to(db.dtype.element_ty), mask=inside)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -85,12 +106,12 @@ def normed(x, r):
 
 @gluon.jit
 def tile(st, n: gl.constexpr):
-    return st.index(n // 2).slice(32 * (n % 2), 32, 0)
+    return st.index(n)
 
 
 @gluon.jit
 def transposed(st, n: gl.constexpr):
-    return st.index(n // 2).slice(32 * (n % 2), 32, 0).permute((1, 0))
+    return st.index(n).permute((1, 0))
 
 
 @gluon.jit
@@ -171,13 +192,21 @@ def suffix(dG, tri, zero, DOT: gl.constexpr):
 
 
 @gluon.jit
-def put_inputs(dq, dk, p, dq_, dk_, q, k, prs, psm, scale, mask, LD: gl.constexpr):
+def of_tokens(s, which: gl.constexpr, block: gl.constexpr, TK: gl.constexpr):
+    """A block's values of vector ``which`` of several [64]."""
+    return s.slice(64 * which + 32 * block, 32).load(TK)
+
+
+@gluon.jit
+def put_inputs(
+    dq, dk, p, dq_, dk_, q, k, sr, ss, block: gl.constexpr, scale, mask, LD: gl.constexpr, TK: gl.constexpr
+):
     """Back through scale and l2 norms; the i = j term of the scores joins here."""
-    dd = gl.expand_dims(gl.load(psm), 0)
-    sq = gl.expand_dims(gl.load(psm + 64) / scale, 0)
-    sk = gl.expand_dims(gl.load(psm + 128), 0)
-    rq = gl.load(prs)
-    rk = gl.load(prs + 64)
+    dd = gl.expand_dims(of_tokens(ss, 0, block, TK), 0)
+    sq = gl.expand_dims(of_tokens(ss, 1, block, TK) / scale, 0)
+    sk = gl.expand_dims(of_tokens(ss, 2, block, TK), 0)
+    rq = of_tokens(sr, 0, block, TK)
+    rk = of_tokens(sr, 1, block, TK)
     q = normed(q, rq * scale)
     k = normed(k, rk)
     put(dq + p, gl.expand_dims(rq, 0) * ((dq_ + dd * k) * scale - q * sq), mask, LD)
@@ -185,13 +214,37 @@ def put_inputs(dq, dk, p, dq_, dk_, q, k, prs, psm, scale, mask, LD: gl.constexp
 
 
 @gluon.jit
-def put_gate(dz, z, p, R, tok_mask, mask, a, bias, lb, MMA: gl.constexpr, LD: gl.constexpr):
+def put_gate(dz, x, p, R, tok_mask, mask, a, bias, lb, MMA: gl.constexpr, LD: gl.constexpr):
     """Back through the bounded sigmoid -> the sums over tokens of dz (z + bias) and of dz."""
-    zb = to_channels(gl.load(z + p, mask=mask, other=0.0), MMA).to(gl.float32) + gl.expand_dims(bias, 1)
+    zb = to_channels(x, MMA).to(gl.float32) + gl.expand_dims(bias, 1)
     s = sigmoid(zb * a)
     R = gl.where(gl.expand_dims(tok_mask, 0), R * (a * lb) * s * (1.0 - s), 0.0)
     put(dz + p, R, mask, LD)
     return gl.sum(R * zb, 1), gl.sum(R, 1)
+
+
+@gluon.jit
+def fetch(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V: gl.constexpr):
+    """Start the copies of a tile's operands into shared memory."""
+    C: gl.constexpr = 64
+    mbarrier.expect(bar, 2 * (5 * C * V + 6 * 32 * 32))
+    tma.async_copy_global_to_shared(hs, [b * V + i_d * C, 0], bar, sS)
+    tma.async_copy_global_to_shared(dhs, [b * V + i_d * C, 0], bar, sD)
+    tma.async_copy_global_to_shared(do, [first, i_h * V], bar, sdo)
+    tma.async_copy_global_to_shared(dv, [first, i_h * V], bar, sx)
+    for n in gl.static_range(2):
+        row = (2 * b + n) * C
+        tma.async_copy_global_to_shared(pairs, [row, 0], bar, st.index(3 * n))
+        tma.async_copy_global_to_shared(pairs, [row + 32, 32], bar, st.index(3 * n + 1))
+        tma.async_copy_global_to_shared(pairs, [row + 32, 0], bar, st.index(3 * n + 2))
+    tma.async_copy_global_to_shared(us, [b * C, 0], bar, su)
+
+
+@gluon.jit
+def fetch_rows(x, p, left, block: gl.constexpr, LD: gl.constexpr):
+    """A block's rows [32, 64], zero past the document's end."""
+    inside = gl.arange(0, 32, gl.SliceLayout(1, LD)) + 32 * block < left
+    return gl.load(x + p, mask=gl.expand_dims(inside, 1), other=0.0)
 
 
 @gluon.jit
@@ -207,7 +260,7 @@ def kda_grad(
     hs,
     dhs,
     rs,
-    tiles,
+    pairs,
     sums,
     dq,
     dk,
@@ -224,75 +277,73 @@ def kda_grad(
 ):
     C: gl.constexpr = 64
     BD: gl.constexpr = 64
+    ND: gl.constexpr = D // BD
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     MSQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     LD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LV: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     LT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    S64: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    S1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     CH: gl.constexpr = gl.SliceLayout(1, MMA)
     TK: gl.constexpr = gl.SliceLayout(0, MMA)
-    i_d = gl.program_id(0) % (D // BD)
-    i_h = gl.program_id(0) // (D // BD) % H
-    i_c = gl.program_id(0) // (D // BD) // H
-    first = gl.load(chunks + 2 * i_c)
-    left = gl.load(chunks + 2 * i_c + 1)
-    b = i_c * H + i_h
-    # operands of the state products, copied while the gates are computed
     sS = gl.allocate_shared_memory(gl.bfloat16, [BD, V], hs.layout)
     sD = gl.allocate_shared_memory(gl.bfloat16, [BD, V], hs.layout)
     sdo = gl.allocate_shared_memory(gl.bfloat16, [C, V], hs.layout)
     sx = gl.allocate_shared_memory(gl.bfloat16, [C, V], hs.layout)
     su = gl.allocate_shared_memory(gl.bfloat16, [C, V], hs.layout)
-    st = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 32], tiles.layout)
+    st = gl.allocate_shared_memory(gl.bfloat16, [6, 32, 32], pairs.layout)
+    sr = gl.allocate_shared_memory(gl.float32, [2 * C], S1)
+    ss = gl.allocate_shared_memory(gl.float32, [4 * C], S1)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, 2 * (5 * C * V + 192 * 32))
-    tma.async_copy_global_to_shared(hs, [b * D + i_d * BD, 0], bar, sS)
-    tma.async_copy_global_to_shared(dhs, [b * D + i_d * BD, 0], bar, sD)
-    tma.async_copy_global_to_shared(do, [first, i_h * V], bar, sdo)
-    tma.async_copy_global_to_shared(dv, [first, i_h * V], bar, sx)
-    for n in gl.static_range(3):
-        tma.async_copy_global_to_shared(tiles, [b * 192 + n * 64, 0], bar, st.index(n))
-    tma.async_copy_global_to_shared(us, [b * C, 0], bar, su)
-    # q, k, z of both 32-token blocks
-    rl = gl.arange(0, 32, gl.SliceLayout(1, LD))
-    cl = gl.arange(0, BD, gl.SliceLayout(0, LD))
-    p0 = (
-        (first.to(gl.int64) * H + i_h) * D
-        + i_d * BD
-        + (gl.expand_dims(rl * (H * D), 1) + gl.expand_dims(cl, 0))
-    )
-    p1 = p0 + 32 * H * D
-    ml0 = gl.expand_dims(rl < left, 1)
-    ml1 = gl.expand_dims(rl + 32 < left, 1)
-    xz0 = gl.load(z + p0, mask=ml0, other=0.0)
-    xk0 = gl.load(k + p0, mask=ml0, other=0.0)
-    xz1 = gl.load(z + p1, mask=ml1, other=0.0)
-    xk1 = gl.load(k + p1, mask=ml1, other=0.0)
-    xq1 = gl.load(q + p1, mask=ml1, other=0.0)
-    a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
-    ch = gl.arange(0, BD, CH)
-    tok = gl.arange(0, 32, TK)
-    b_bias = gl.load(bias + i_h * D + i_d * BD + ch).to(gl.float32)
-    prs = rs + b.to(gl.int64) * (2 * C) + tok
-    psm = sums + b.to(gl.int64) * (3 * C) + tok
-    m0 = tok < left
-    m1 = tok + 32 < left
-    tri = gl.allocate_shared_memory(gl.float16, [3, 32, 32], S64)
+    tri = gl.allocate_shared_memory(gl.float16, [3, 32, 32], pairs.layout)
     store_triangles(tri, LT)
-    suf = gl.allocate_shared_memory(gl.bfloat16, [32, 32], S64)
+    suf = gl.allocate_shared_memory(gl.bfloat16, [32, 32], pairs.layout)
     i = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, LT)), 1)
     suf.store((i >= gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LT)), 0)).to(gl.bfloat16))
     fence_async_shared()
+    rl = gl.arange(0, 32, gl.SliceLayout(1, LD))
+    cl = gl.arange(0, BD, gl.SliceLayout(0, LD))
+    pl = gl.expand_dims(rl * (H * D), 1) + gl.expand_dims(cl, 0)
+    ch = gl.arange(0, BD, CH)
+    tok = gl.arange(0, 32, TK)
+    t1 = gl.arange(0, 2 * C, L1)
+    t2 = gl.arange(0, 4 * C, L1)
+    rsq = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(1, MSQ)), 1)
+    eye = rsq == gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, MSQ)), 0)
+    fence_async_shared()
+    i_d = gl.program_id(0) % ND
+    i_h = gl.program_id(0) // ND % H
+    b = gl.program_id(0) // ND
+    first = gl.load(chunks + 2 * (b // H))
+    left = gl.load(chunks + 2 * (b // H) + 1)
+    gl.thread_barrier()
+    fetch(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V)
+    base = (first.to(gl.int64) * H + i_h) * D + i_d * BD
+    xz0 = fetch_rows(z + base, pl, left, 0, LD)
+    xk0 = fetch_rows(k + base, pl, left, 0, LD)
+    xz1 = fetch_rows(z + base + 32 * H * D, pl, left, 1, LD)
+    xk1 = fetch_rows(k + base + 32 * H * D, pl, left, 1, LD)
+    xq1 = fetch_rows(q + base + 32 * H * D, pl, left, 1, LD)
+    sr.store(gl.load(rs + b.to(gl.int64) * (2 * C) + t1))
+    ss.store(gl.load(sums + b.to(gl.int64) * (4 * C) + t2))
+    p0 = base + pl
+    p1 = p0 + 32 * H * D
+    ml0 = gl.expand_dims(rl < left, 1)
+    ml1 = gl.expand_dims(rl + 32 < left, 1)
+    m0 = tok < left
+    m1 = tok + 32 < left
+    a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
+    b_bias = gl.load(bias + i_h * D + i_d * BD + ch).to(gl.float32)
     ga0, e0 = log2_gates(to_channels(xz0, MMA), m0, a, b_bias, lb, DOT)
     ga1, e1 = log2_gates(to_channels(xz1, MMA), m1, a, b_bias, lb, DOT)
     kt0 = to_channels(xk0, MMA)
     kt1 = to_channels(xk1, MMA)
     qt1 = to_channels(xq1, MMA)
     zero = gl.zeros([BD, 32], gl.float32, MMA)
-    yo = bf16(normed(kt0, gl.load(prs + 64)) * ex2(product(ga0, tri.index(1), zero, False)))
+    yo = bf16(normed(kt0, of_tokens(sr, 1, 0, TK)) * ex2(product(ga0, tri.index(1), zero, False)))
     mbarrier.wait(bar, 0)
     if left < C:
         clear_rows(sdo, left, LV)
@@ -303,16 +354,14 @@ def kda_grad(
     sq = gl.zeros([BD, BD], gl.float32, MSQ)
     sq = warpgroup_mma(sS, sD.permute((1, 0)), sq, use_acc=False, is_async=True)
     sq = warpgroup_mma_wait(0, deps=[sq])
-    rsq = gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(1, MSQ)), 1)
-    eye = rsq == gl.expand_dims(gl.arange(0, BD, gl.SliceLayout(0, MSQ)), 0)
     last = gl.convert_layout(gl.sum(gl.where(eye, sq, 0.0), 1), CH) * (e0 * e1)
     # block 1
     ec = gl.expand_dims(e0, 1)
     ya = gl.convert_layout(yo, DOT)
     F, tq, tk = row_products(ga1, tri, sS, sdo, sx, 1, zero)
     tq, tk = pair(ya, ya, transposed(st, 2), transposed(st, 5), tq * ec, tk * (0.0 - ec), True)
-    q_ = normed(qt1, gl.load(prs + 32) * scale)
-    k_ = normed(kt1, gl.load(prs + 96))
+    q_ = normed(qt1, of_tokens(sr, 0, 1, TK) * scale)
+    k_ = normed(kt1, of_tokens(sr, 1, 1, TK))
     qF = bf16(q_ * F)
     kF = bf16(k_ * F)
     dq_ = tq * F
@@ -325,15 +374,15 @@ def kda_grad(
     last += gl.sum(tc, 1)
     dG1 -= tc
     dq_, dk_, dG1 = diagonal(q_, k_, A, st, 1, dq_, dk_, dG1, zero, DOT)
-    xk0 = gl.load(k + p0, mask=ml0, other=0.0)
-    xq0 = gl.load(q + p0, mask=ml0, other=0.0)
-    put_inputs(dq, dk, p1, dq_, dk_, qt1, kt1, prs + 32, psm + 32, scale, ml1, LD)
+    xk0 = fetch_rows(k + base, pl, left, 0, LD)
+    xq0 = fetch_rows(q + base, pl, left, 0, LD)
+    put_inputs(dq, dk, p1, dq_, dk_, qt1, kt1, sr, ss, 1, scale, ml1, LD, TK)
     # block 0
     kt0 = to_channels(xk0, MMA)
     qt0 = to_channels(xq0, MMA)
     F, tq, tk = row_products(ga0, tri, sS, sdo, sx, 0, zero)
-    q_ = normed(qt0, gl.load(prs) * scale)
-    k_ = normed(kt0, gl.load(prs + 64))
+    q_ = normed(qt0, of_tokens(sr, 0, 0, TK) * scale)
+    k_ = normed(kt0, of_tokens(sr, 1, 0, TK))
     dq_ = tq * F
     dk_ = 0.0 - tk * F
     dG0 = q_ * dq_ + k_ * dk_
@@ -341,16 +390,21 @@ def kda_grad(
     yo32 = yo.to(gl.float32)
     tc = tc * gl.expand_dims(e1, 1)
     last += gl.sum(yo32 * tc, 1)
-    tc = chained(gl.convert_layout(qF, DOT), gl.convert_layout(kF, DOT), tile(st, 2), tile(st, 5), tc, True)
+    qa = gl.convert_layout(qF, DOT)
+    ka = gl.convert_layout(kF, DOT)
+    tc = chained(qa, ka, tile(st, 2), tile(st, 5), tc, True)
     dG0 -= yo32 * tc
     dk_ += tc * B
     dq_, dk_, dG0 = diagonal(q_, k_, A, st, 0, dq_, dk_, dG0, zero, DOT)
-    put_inputs(dq, dk, p0, dq_, dk_, qt0, kt0, prs, psm, scale, ml0, LD)
+    xz0 = fetch_rows(z + base, pl, left, 0, LD)
+    xz1 = fetch_rows(z + base + 32 * H * D, pl, left, 1, LD)
+    put_inputs(dq, dk, p0, dq_, dk_, qt0, kt0, sr, ss, 0, scale, ml0, LD, TK)
     # decay: sum over this and later positions, then the bounded sigmoid
     R1 = suffix(dG1, suf, zero, DOT) + gl.expand_dims(last, 1)
     last += gl.sum(dG1, 1)
     R0 = suffix(dG0, suf, zero, DOT) + gl.expand_dims(last, 1)
-    dA0, db0 = put_gate(dz, z, p0, R0, m0, ml0, a, b_bias, lb, MMA, LD)
-    dA1, db1 = put_gate(dz, z, p1, R1, m1, ml1, a, b_bias, lb, MMA, LD)
-    gl.store(dAp + b.to(gl.int64) * (D // BD) + i_d, gl.sum(dA0 + dA1, 0))
-    gl.store(dbp + b.to(gl.int64) * D + i_d * BD + ch, db0 + db1)
+    dA0, db0 = put_gate(dz, xz0, p0, R0, m0, ml0, a, b_bias, lb, MMA, LD)
+    dA1, db1 = put_gate(dz, xz1, p1, R1, m1, ml1, a, b_bias, lb, MMA, LD)
+    b64 = b.to(gl.int64)
+    gl.store(dAp + b64 * ND + i_d, gl.sum(dA0 + dA1, 0))
+    gl.store(dbp + b64 * D + i_d * BD + ch, db0 + db1)

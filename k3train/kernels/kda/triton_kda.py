@@ -157,13 +157,20 @@ class _Shapes:
         self.warps, self.stages = 8 if self.block_v == 128 else 4, 2
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+@lru_cache
+def _layout(columns: int) -> Any:
     from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    """A matrix whose last axis is x's, copied in blocks of rows x columns by the bulk copy engine."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    flat = x.view(-1, x.shape[-1])
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(flat, [rows, columns], layout)
+    width = x.shape[-1]
+    shape, block = [x.numel() // width, width], [rows, columns]
+    return TensorDescriptor(x, shape, [width, 1], block, _layout(columns))
 
 
 def _operands(
@@ -186,7 +193,8 @@ def _operands(
         kda_prep, (n * h,), *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
         table.chunks, d**-0.5, bound, _shift(bound), H=h, D=d, num_warps=8, maxnreg=128,
     )  # fmt: skip
-    _launch(kda_inverse, (n * h,), akk, tiles["tb"], beta, table.chunks, H=h, num_warps=4)
+    squares = [_descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
+    _launch(kda_inverse, (n * h,), *squares, beta, table.chunks, H=h, num_warps=4)
     return tiles
 
 
@@ -267,39 +275,23 @@ def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, t
 
 
 def _input_gradients(q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, rs, bound, table):
-    import triton.language as tl
-
     from k3train.kernels.kda.triton_grad import kda_grad, kda_pairs
 
     n, (h, d) = table.num_chunks, q.shape[1:]
     dq, dk, dz, dbeta = (torch.empty_like(x) for x in (q, k, z, beta))
-    tiles = q.new_empty(n, h, 6, 32, 32)
-    sums = q.new_empty(n, h, 3 * CHUNK, dtype=torch.float32)
+    pairs = q.new_empty(n, h, 2, CHUNK, CHUNK)
+    sums = q.new_empty(n, h, 4 * CHUNK, dtype=torch.float32)
     dA = q.new_empty(n, h, 2, dtype=torch.float32)
     dbias = q.new_empty(n, h, d, dtype=torch.float32)
-    _launch(
-        kda_pairs,
-        (n * h,),
-        beta,
-        v,
-        o,
-        do,
-        us,
-        dv,
-        dbeta,
-        tiles,
-        sums,
-        table.chunks,
-        H=h,
-        V=d,
-        DT=tl.bfloat16,
-        num_warps=4,
-    )
-    rows = [_descriptor(x.view(-1, h * d), CHUNK, d) for x in (do, dv)]
+    rows = [_descriptor(x.view(-1, h * d), CHUNK, d) for x in (do, dv, o, v)]
     wide = [_descriptor(x, CHUNK, d) for x in (us, hs, dhs)]
     _launch(
+        kda_pairs, (n * h,), *rows[:2], wide[0], *rows[2:], _descriptor(pairs, CHUNK, CHUNK), beta, dbeta,
+        sums, table.chunks, H=h, V=d, num_warps=4,
+    )  # fmt: skip
+    _launch(
         kda_grad, (2 * n * h,), q, k, z, A_log, dt_bias, rows[0], wide[0], rows[1], *wide[1:], rs,
-        _descriptor(tiles, 2 * 32, 32), sums, dq, dk, dz, dA, dbias, table.chunks,
+        _descriptor(pairs, 32, 32), sums, dq, dk, dz, dA, dbias, table.chunks,
         d**-0.5, bound, _shift(bound), H=h, D=d, V=d, num_warps=4,
     )  # fmt: skip
     return dq, dk, dz, dbeta, dA.sum((0, 2)), dbias.sum(0).view(-1)
