@@ -45,9 +45,9 @@ cat <<NEXT
 
 == next
   source "$VENV/bin/activate"
-  k3train show experiment=debug                      every setting, the stages, the parameters
-  k3train sample "$folder" --prompt "A word "         more text
+  k3train show experiment=debug                       every setting, the stages, the parameters
+  k3train sample "$folder" --prompt "Once "          more text
   k3train train experiment=debug name=second seed=2   another run
-  ./launch/test.sh                                   the tests
+  ./launch/test.sh                                    the tests
 This took $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s.
 NEXT
