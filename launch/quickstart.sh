@@ -31,6 +31,7 @@ if [ "$state" != finished ]; then
       say "k3train: stopped and saved; the same command goes on from there."
       exit 75
       ;;
+    2) die "these settings or data cannot be trained; the reason is above, and name=second starts another run." ;;
     *) die "training ended with code $code; its reason is above, and the same command goes on from the last checkpoint." ;;
   esac
 fi
