@@ -38,6 +38,7 @@ def sample(
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(run.data.tokenizer)
+    tokenizer.encode_special_tokens = True  # a prompt that spells one is text
     model = _load(run, run_dir, checkpoint, device)
     special = read_manifest(Path(next(iter(run.data.sources.values())).path)).special
     ids = [special["bos"], *tokenizer.encode(prompt).ids]

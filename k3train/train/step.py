@@ -63,14 +63,14 @@ def train_step(
     sums = run_micro_batches(setup, host, backward=True)
     loss, loss_tokens, stop = agree(setup, sums, wants_stop)
     if not math.isfinite(loss):
-        raise TrainingError(_not_finite(setup, progress, "loss", loss))
+        raise TrainingError(_not_finite(setup, progress, host, "loss", loss))
 
     tokens = progress.tokens + setup.plan.stage.batch_tokens
     rate = learning_rate(setup.run, setup.table, tokens)
     set_learning_rate(setup.optimizer, rate)
     outcome = optimizer_step(setup.optimizer)
     if outcome.skipped:
-        raise TrainingError(_not_finite(setup, progress, "gradient norm", outcome.grad_norm))
+        raise TrainingError(_not_finite(setup, progress, host, "gradient norm", outcome.grad_norm))
     balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
 
     progress.step += 1
@@ -143,9 +143,13 @@ def worst_balance(setup: StageSetup, layers: dict[int, dict[str, float]]) -> Bal
     return Balance(max_violation=violation, load_cv=cv, dead_experts=int(dead))
 
 
-def _not_finite(setup: StageSetup, progress: Progress, what: str, value: float) -> str:
+def _not_finite(
+    setup: StageSetup, progress: Progress, host: list[MicroBatch], what: str, value: float
+) -> str:
+    pieces = [piece for batch in host for piece in batch.documents]
+    named = ", ".join(f"{p.source}[{p.document}]" for p in pieces[:8]) + (" ..." if len(pieces) > 8 else "")
     return (
         f"{what} is {value} at step {progress.step + 1} of stage {setup.plan.name} "
-        f"({progress.tokens} tokens); the last checkpoint is untouched: lower optim.learning_rate or look at "
-        f"the documents of this step with `k3train data show`"
+        f"({progress.tokens} tokens). Nothing was updated and the last checkpoint is good: lower "
+        f"optim.learning_rate, or look at this rank's {len(pieces)} documents of the step: {named}"
     )
