@@ -8,6 +8,7 @@ import pytest
 
 from k3train.__main__ import VERBS, main
 from k3train.config.compose import compose, save_resolved
+from k3train.curriculum.stages import stage_table
 
 
 def test_check_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,8 +49,9 @@ def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str], 
 def test_show_marks_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "model.num_heads=8", "name=wide"]) == 0
     out = capsys.readouterr().out
-    assert "* num_heads: 8  (default 4)" in out
-    assert " hidden_size: 128" in out
+    default = compose([]).model
+    assert f"* num_heads: 8  (default {default.num_heads})" in out
+    assert f" hidden_size: {default.hidden_size}" in out
     assert "* hidden_size" not in out
     assert "cp2 dp1" in out
     assert "32,768" in out
@@ -96,8 +98,10 @@ def test_wrong_usage_is_bad_input(arguments: list[str], capsys: pytest.CaptureFi
 
 def test_train_does_not_turn_one_run_into_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Refused before any rank starts, with progress taken from the checkpoints that are there."""
-    save_resolved(compose([f"dir={tmp_path}"]), tmp_path / "run.yaml")
-    (tmp_path / "checkpoints" / "step_00000041").mkdir(parents=True)
+    old = compose([f"dir={tmp_path}"])
+    save_resolved(old, tmp_path / "run.yaml")
+    second = stage_table(old)[1].start_step + 1
+    (tmp_path / "checkpoints" / f"step_{second:08d}").mkdir(parents=True)
     before = (tmp_path / "run.yaml").read_bytes()
     changes = ["seed=9", "curriculum.stages.s2048.batch_tokens=16384", "optim.beta2=0.99"]
     assert main(["train", f"dir={tmp_path}", *changes]) == 2

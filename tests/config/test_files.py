@@ -46,6 +46,13 @@ def test_groups_are_the_folders() -> None:
     assert {path.name for path in CONFIGS.iterdir() if path.is_dir()} == set(GROUPS)
 
 
+def test_the_guide_names_every_file() -> None:
+    page = (CONFIGS.parent / "docs" / "configuration.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    named = {(group, word) for group, row in rows.items() for word in row.split("`")[3::2]}
+    assert named == set(OPTIONS)
+
+
 def test_no_target_anywhere() -> None:
     assert [path for path in CONFIGS.rglob("*.yaml") if "_target_" in path.read_text()] == []
 

@@ -11,7 +11,7 @@ import yaml
 from k3train.config.compare import compare, differences, settle
 from k3train.config.compose import compose, load_resolved, replace_resolved, save_resolved, to_yaml
 from k3train.config.problems import ConfigError
-from tests.config.trees import debug_run
+from tests.config.trees import four_stage_run
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_round_trip(tmp_path: Path, overrides: list[str]) -> None:
 
 
 def test_file_holds_every_setting() -> None:
-    tree = yaml.safe_load(to_yaml(debug_run()))
+    tree = yaml.safe_load(to_yaml(four_stage_run()))
     assert tree["dir"] == "runs/debug"
     assert tree["curriculum"]["stages"]["s8192"]["parallel"]["cp"] == 2
     assert tree["curriculum"]["stages"]["s8192"]["parallel"]["tp"] is None
@@ -33,25 +33,25 @@ def test_file_holds_every_setting() -> None:
 
 def test_saving_twice_is_fine_and_leaves_one_file(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "run.yaml"
-    save_resolved(debug_run(), path)
-    save_resolved(debug_run(), path)
+    save_resolved(four_stage_run(), path)
+    save_resolved(four_stage_run(), path)
     assert [entry.name for entry in path.parent.iterdir()] == ["run.yaml"]
 
 
 def test_another_run_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    save_resolved(debug_run(), path)
+    save_resolved(four_stage_run(), path)
     before = path.read_bytes()
     with pytest.raises(FileExistsError):
-        save_resolved(debug_run({"seed": 9}), path)
+        save_resolved(four_stage_run({"seed": 9}), path)
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.yaml"]
 
 
 def test_replacing(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    save_resolved(debug_run(), path)
-    replace_resolved(debug_run({"seed": 9}), path)
+    save_resolved(four_stage_run(), path)
+    replace_resolved(four_stage_run({"seed": 9}), path)
     assert load_resolved(path).seed == 9
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.yaml"]
 
@@ -77,7 +77,7 @@ def test_replacing(tmp_path: Path) -> None:
     ],
 )
 def test_file_is_read_as_strictly_as_the_command_line(tmp_path: Path, text: str, id: str) -> None:
-    sound = yaml.safe_load(to_yaml(debug_run()))
+    sound = yaml.safe_load(to_yaml(four_stage_run()))
     path = tmp_path / "run.yaml"
     for key in ("model", "data", "optim", "device", "name", "seed", "checkpoint"):
         if text.startswith(f"{key}:"):
@@ -95,7 +95,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_numbers_with_an_exponent_survive_an_editor(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(to_yaml(debug_run()).replace("learning_rate: 0.002", "learning_rate: 2e-3"))
+    path.write_text(to_yaml(four_stage_run()).replace("learning_rate: 0.002", "learning_rate: 2e-3"))
     assert load_resolved(path).optim.learning_rate == 0.002
 
 
@@ -131,13 +131,13 @@ BATCH = "curriculum.stages.s2048.batch_tokens"
     ],
 )
 def test_what_may_change(changes: dict[str, Any], steps: int, is_identity: bool) -> None:
-    identity, tunable = compare(debug_run(), debug_run(changes), trained_steps=steps)
+    identity, tunable = compare(four_stage_run(), four_stage_run(changes), trained_steps=steps)
     assert (len(identity) > 0, len(tunable) > 0) == (is_identity, not is_identity)
 
 
 def test_difference_of_a_whole_stage() -> None:
-    old = debug_run()
-    new = debug_run({"curriculum.stages.s256": ...})
+    old = four_stage_run()
+    new = four_stage_run({"curriculum.stages.s256": ...})
     keys = {difference.key for difference in differences(old, new)}
     assert "curriculum.stages.s256.context_tokens" in keys
     assert all(difference.new is None for difference in differences(old, new))
@@ -145,20 +145,20 @@ def test_difference_of_a_whole_stage() -> None:
 
 def test_going_on_with_a_changed_run(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    assert settle(debug_run(), path) == []
-    assert settle(debug_run(), path) == []
-    changed = settle(debug_run({"optim.beta2": 0.99}), path)
+    assert settle(four_stage_run(), path) == []
+    assert settle(four_stage_run(), path) == []
+    changed = settle(four_stage_run({"optim.beta2": 0.99}), path)
     assert [str(difference) for difference in changed] == ["optim.beta2: 0.95 -> 0.99"]
     assert load_resolved(path).optim.beta2 == 0.99
 
 
 def test_going_on_with_another_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    settle(debug_run(), path)
+    settle(four_stage_run(), path)
     with pytest.raises(ConfigError) as error:
-        settle(debug_run({"seed": 9, "model.num_heads": 8, "optim.beta2": 0.99}), path)
+        settle(four_stage_run({"seed": 9, "model.num_heads": 8, "optim.beta2": 0.99}), path)
     assert [(p.key, p.id) for p in error.value.problems] == [
         ("seed", "run.identity"),
         ("model.num_heads", "run.identity"),
     ]
-    assert load_resolved(path) == debug_run(), "nothing was written"
+    assert load_resolved(path) == four_stage_run(), "nothing was written"

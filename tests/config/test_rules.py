@@ -12,7 +12,7 @@ import k3train.config.rules as rules_module
 from k3train.config.keys import flattened, follow, without_none
 from k3train.config.ranges import RANGES
 from k3train.config.rules import check
-from tests.config.trees import debug_run
+from tests.config.trees import four_stage_run
 
 ONE_STAGE: dict[str, Any] = {
     "curriculum.order": ["only"],
@@ -136,7 +136,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
 def one_stage(changes: dict[str, Any]) -> list[Any]:
     """Problems of the one-stage run with changes; pipelines and tensor parallelism get ranks of their own."""
     ranks = {"cluster.ranks_per_node": 2} if _needs_two(changes) else {}
-    return check(debug_run({**ONE_STAGE, **ranks, **changes}))
+    return check(four_stage_run({**ONE_STAGE, **ranks, **changes}))
 
 
 def _needs_two(changes: dict[str, Any]) -> bool:
@@ -145,7 +145,7 @@ def _needs_two(changes: dict[str, Any]) -> bool:
 
 
 def test_the_base_is_sound() -> None:
-    assert check(debug_run()) == []
+    assert check(four_stage_run()) == []
     assert one_stage({}) == []
 
 
@@ -175,12 +175,14 @@ def test_every_number_has_a_range() -> None:
 
 
 def test_same_problem_in_all_stages_is_said_once() -> None:
-    problems = check(debug_run({"model.vocab_size": 4097, "parallel.tp": 2, "cluster.ranks_per_node": 4}))
+    problems = check(
+        four_stage_run({"model.vocab_size": 4097, "parallel.tp": 2, "cluster.ranks_per_node": 4})
+    )
     assert [problem.id for problem in problems].count("parallel.vocab-tp") == 1
 
 
 def test_stage_is_named_when_the_stage_sets_the_degree() -> None:
-    problems = check(debug_run({"curriculum.stages.s8192.parallel.ep": 3}))
+    problems = check(four_stage_run({"curriculum.stages.s8192.parallel.ep": 3}))
     assert "curriculum.stages.s8192.parallel.ep" in {problem.key for problem in problems}
 
 
@@ -200,21 +202,21 @@ def test_stage_is_named_when_the_stage_sets_the_degree() -> None:
 )  # fmt: skip
 def test_number_outside_its_range_is_one_problem(key: str, value: Any) -> None:
     """Rules that divide by it neither crash nor pile up."""
-    problems = check(debug_run({key: value}))
+    problems = check(four_stage_run({key: value}))
     assert [problem.id for problem in problems] == ["range"]
     assert problems[0].key.startswith(key)
     assert problems[0].fix
 
 
 def test_wrong_keys_silence_what_reads_them() -> None:
-    run = debug_run({"model.vocab_size": 4097, "parallel.tp": 2, "cluster.ranks_per_node": 4})
+    run = four_stage_run({"model.vocab_size": 4097, "parallel.tp": 2, "cluster.ranks_per_node": 4})
     assert "parallel.vocab-tp" in {problem.id for problem in check(run)}
     for wrong in ("model.vocab_size", "model", "parallel.tp"):
         assert "parallel.vocab-tp" not in {p.id for p in check(run, wrong_keys=frozenset({wrong}))}
 
 
 def test_check_leaves_the_run_alone() -> None:
-    run = debug_run({"parallel.tp": 0})
+    run = four_stage_run({"parallel.tp": 0})
     check(run)
     assert run.parallel.tp == 0
 
