@@ -187,6 +187,20 @@ def _complete_gloo() -> None:
                 dist.broadcast(target, src=source, group=group)
         return _Done() if async_op else None
 
+    gather_coalesced = dist.ProcessGroup.allgather_into_tensor_coalesced
+
+    @functools.wraps(gather_coalesced)
+    def allgather_into_tensor_coalesced(self, outputs, inputs, *options):
+        """gloo flattens everything into the first tensor's dtype; several dtypes come back as garbage."""
+        work = None
+        for dtype in dict.fromkeys(tensor.dtype for tensor in inputs):
+            if work is not None:
+                work.wait()
+            chosen = [i for i, tensor in enumerate(inputs) if tensor.dtype is dtype]
+            work = gather_coalesced(self, [outputs[i] for i in chosen], [inputs[i] for i in chosen], *options)
+        return work
+
+    _patch(dist.ProcessGroup, "allgather_into_tensor_coalesced", allgather_into_tensor_coalesced)
     _patch(dist, "all_reduce", all_reduce)
     _patch(dist, "all_gather", all_gather)
 

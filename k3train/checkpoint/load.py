@@ -23,6 +23,7 @@ from k3train.checkpoint.reader import PlainReader, plain_data_only
 from k3train.checkpoint.save import TRAIN_STATE, rng_file
 from k3train.checkpoint.state import (
     layout_identity,
+    master_slices,
     model_state,
     optimizer_state,
     put_optimizer_state,
@@ -86,7 +87,7 @@ def _read_tensors(path: Path, state: dict[str, Any]) -> dict[str, Any]:
             warnings.filterwarnings(
                 "ignore", module=r"torch\.distributed\.checkpoint"
             )  # about its own insides
-            return dist_checkpointing.load(state, str(path))
+            return dist_checkpointing.load(state, str(path), validate_access_integrity=False)
 
     return _raised_everywhere(read)
 
@@ -155,16 +156,14 @@ def _put_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
 def _check_master_weights(path: Path, optimizer: Any) -> None:
     """bf16 parameters must be the rounded master weights, or the first step would jump."""
     for each in members(optimizer):
-        pairs = zip(each.model_float16_groups, each.shard_fp32_from_float16_groups, strict=True)
-        for params, masters in pairs:
-            for param, master in zip(params, masters, strict=True):
-                span = each._get_model_param_range_map(param)["param"]
-                own = param.view(-1)[span.start : span.end]
-                if not torch.equal(own, master.to(own.dtype)):
-                    raise CheckpointError(
-                        f"{path}: parameters and fp32 master weights differ for a tensor of shape "
-                        f"{list(param.shape)}: the checkpoint mixes two states, use an older one"
-                    )
+        for param, master in master_slices(each).items():
+            span = each._get_model_param_range_map(param)["param"]
+            own = param.view(-1)[span.start : span.end]
+            if not torch.equal(own, master.to(own.dtype)):
+                raise CheckpointError(
+                    f"{path}: parameters and fp32 master weights differ for a tensor of shape "
+                    f"{list(param.shape)}: the checkpoint mixes two states, use an older one"
+                )
 
 
 def _restore_rng(path: Path, record: dict[str, Any], groups: Groups) -> None:

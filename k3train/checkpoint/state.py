@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from k3train.optim.build import members
 from k3train.parallel.groups import Groups
 
-_OPTIMIZER_FORMAT = "fully_reshardable"
-"""Moments and master weights are stored as whole parameters, so any layout loads them."""
+_KEYS = ("param", "exp_avg", "exp_avg_sq")
+"""Master weights and AdamW's two moments."""
 
 
 def unwrap(chunk: Any) -> Any:
@@ -36,28 +38,100 @@ def model_state(chunks: Sequence[Any], groups: Groups) -> dict[str, Any]:
     return _without_objects(states)
 
 
+@torch.no_grad()
 def optimizer_state(
     optimizer: Any, model: dict[str, Any], groups: Groups, *, loading: bool
-) -> dict[int, dict[int, Any]]:
-    """Sharded fp32 master weights and moments, by position in the chain; every rank must call this.
+) -> dict[int, dict[str, Any]]:
+    """Sharded fp32 master weights and moments of each parameter; every rank must call this.
 
-    Keys are ``optimizer.state.<param|exp_avg|exp_avg_sq>.<name of the parameter>``. Nothing depends on how
-    parameters are divided between the chain's members (megatron-core has two of them with expert parallel,
-    one without). When ``loading`` the tensors are places to load into. Saving gathers each buffer within the
-    data-parallel group on the host.
+    Keys are ``optimizer.state.<param|exp_avg|exp_avg_sq>.<name of the parameter>``, shapes those of the
+    parameters, so any layout loads them and nothing depends on how parameters are divided between buffers or
+    optimizers (megatron-core has two of those with expert parallel). For saving, every bucket is gathered
+    within its data-parallel group, on the host; for ``loading`` there are places to load into, for those
+    parameters of which this rank holds a slice. ``model`` is the result of ``model_state``.
+
+    megatron-core's own ``fully_reshardable`` state is not used: it takes one parameter's values for another's
+    when buckets are padded or a parameter group holds two dtypes.
     """
-    metadata = _metadata(groups)
-    return {
-        i: each.sharded_param_state_fully_reshardable(model, is_loading=loading, metadata=metadata)
-        for i, each in enumerate(members(optimizer))
-    }
+    places = {leaf.data: leaf for leaf in nested_values(model)}
+    state = {}
+    for i, (param, values) in enumerate(_whole_values(optimizer, loading=loading)):
+        if values is not None:
+            state[i] = {key: _like(places[param], key, value) for key, value in values.items()}
+    return state
 
 
 @torch.no_grad()
-def put_optimizer_state(optimizer: Any, loaded: dict[int, dict[int, Any]]) -> None:
+def put_optimizer_state(optimizer: Any, loaded: dict[int, dict[str, Any]]) -> None:
     """Copy loaded tensors into this rank's slices of master weights and moments."""
-    for i, each in enumerate(members(optimizer)):
-        each.load_parameter_state_from_fully_reshardable(loaded[i])
+    order = {param: i for i, (param, _) in enumerate(_whole_values(optimizer, loading=True))}
+    for member in members(optimizer):
+        for param, master in master_slices(member).items():
+            span = member._get_model_param_range_map(param)["param"]
+            for key, own in _values(member, master).items():
+                own.copy_(loaded[order[param]][key].reshape(-1)[span.start : span.end])
+
+
+def _whole_values(optimizer: Any, *, loading: bool) -> Iterator[tuple[Any, dict[str, torch.Tensor] | None]]:
+    """Each parameter of this rank's model, always in the same order, with its whole values on the host.
+
+    Loading gives empty tensors, and None for a parameter of which this rank holds no slice.
+    """
+    for member in members(optimizer):
+        slices = master_slices(member)
+        for index, buffer in enumerate(member.buffers):
+            (ranges,) = member.gbuf_ranges[index].values()
+            for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
+                gathered = None if loading else _gather_bucket(member, bucket, bucket_ranges, slices)
+                for param in bucket.params_list:
+                    if gathered is None:
+                        empty = {
+                            key: torch.empty(param.shape, dtype=torch.float32, device="cpu") for key in _KEYS
+                        }
+                        yield param, empty if param in slices else None
+                    else:
+                        start = buffer.param_index_map[param][0] - bucket.offset
+                        stop = start + param.numel()
+                        yield param, {key: v[start:stop].view(param.shape) for key, v in gathered.items()}
+
+
+def _gather_bucket(
+    member: Any, bucket: Any, ranges: dict[str, Any], slices: dict[Any, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A bucket's master weights and moments from all ranks of its data-parallel group, padding included."""
+    group = member.data_parallel_group
+    whole = {}
+    for key in _KEYS:
+        local = torch.zeros(bucket.grad_data.numel() // group.size(), device=bucket.grad_data.device)
+        for param, place in ranges["param_map"].items():
+            span = place["gbuf_local"]
+            local[span.start : span.end].copy_(_values(member, slices[param])[key])
+        out = local.new_empty(bucket.grad_data.numel())
+        dist.all_gather_into_tensor(out, local, group=group)
+        whole[key] = out.cpu()
+    return whole
+
+
+def master_slices(member: Any) -> dict[Any, torch.Tensor]:
+    """This rank's flat fp32 slice of the master weights of each parameter of which it holds one."""
+    pairs = [
+        *zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True),
+        *zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True),
+    ]
+    return {p: own for params, owns in pairs for p, own in zip(params, owns, strict=True)}
+
+
+def _values(member: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    moments = member.optimizer.state[master]
+    return {"param": master, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+
+
+def _like(place: Any, key: str, value: torch.Tensor) -> Any:
+    """The sharding of a parameter for a tensor of its shape."""
+    changed: dict[str, Any] = {"key": f"optimizer.state.{key}.{place.key}", "data": value}
+    if isinstance(place, ShardedTensor):
+        changed["dtype"] = value.dtype
+    return replace(place, **changed)
 
 
 def layout_identity(groups: Groups) -> dict[str, Any]:
@@ -67,7 +141,6 @@ def layout_identity(groups: Groups) -> dict[str, Any]:
 
 def _metadata(groups: Groups) -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": _OPTIMIZER_FORMAT,
         "dp_cp_group": groups.pg.dp_cp,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,

@@ -30,7 +30,7 @@ HIDDEN, HEADS, EXPERTS = 8, 4, 4
 
 
 class ToyLayer(MegatronModule):
-    """Sharded and replicated matrices, fp32 vectors and a convolution, experts, a buffer."""
+    """Sharded and replicated matrices, fp32 vectors, matrix and convolution, experts, a buffer."""
 
     def __init__(self, config: Any, layer: int, groups: Groups) -> None:
         super().__init__(config)
@@ -47,6 +47,9 @@ class ToyLayer(MegatronModule):
         heads = HEADS // groups.layout.tp
         device = torch.cuda.current_device()
         self.norm_weight = torch.nn.Parameter(torch.ones(HIDDEN, device=device))
+        # The first parameter is bf16: fp32 and bf16 parameters then alternate in groups and buffers.
+        self.latent = torch.nn.Parameter(torch.zeros(HIDDEN, 5, dtype=config.params_dtype, device=device))
+        self.router_weight = torch.nn.Parameter(torch.zeros(EXPERTS, HIDDEN, device=device))
         self.A_log = torch.nn.Parameter(torch.zeros(heads, device=device))
         self.conv_weight = torch.nn.Parameter(torch.zeros(heads, 3, device=device))
         self.A_log.tensor_model_parallel = self.conv_weight.tensor_model_parallel = True  # type: ignore

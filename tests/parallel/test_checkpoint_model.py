@@ -1,0 +1,109 @@
+"""The whole K3 model through a checkpoint, between layouts, with real gradients and with drawn ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from k3train.checkpoint.load import load_checkpoint
+from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.state import master_slices, model_state, optimizer_state
+from k3train.config.schema import Optim, Precision
+from k3train.model.payload import schedule_config
+from k3train.optim.build import allocate_state, build_optimizer
+from k3train.optim.decay import is_decayed
+from tests import model_step
+from tests.parallel.toy import assemble, parts, train_toy
+from tests.parity.test_model import MODEL, randomise
+from tests.ranks import run_ranks
+
+TABLE = [
+    pytest.param(4, {"tp": 2, "pp": 2, "vp": 2}, 1, {}, id="tp2-pp2-vp2-to-1"),
+    pytest.param(1, {}, 4, {"cp": 2, "ep": 2}, id="1-to-cp2-ep2-dp2"),
+    pytest.param(2, {"pp": 2, "ep": 1}, 2, {"tp": 2, "etp": 2}, id="pp2-to-tp2-etp2"),
+]
+
+
+def build(degrees: dict[str, int], precision: Precision) -> Any:
+    chunks, groups = model_step.build(replace(MODEL, precision=precision), degrees, randomise)
+    shared = schedule_config(chunks[0].config, groups.layout)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped = [
+        DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
+        for i, chunk in enumerate(chunks)
+    ]
+    optimizer = build_optimizer(Optim(), wrapped, groups)
+    allocate_state(optimizer)
+    return wrapped, optimizer, groups
+
+
+def everything(chunks: Any, optimizer: Any, groups: Any) -> Any:
+    model = model_state(chunks, groups)
+    return parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
+
+
+def save(rank: int, degrees: dict[str, int], precision: Precision, folder: Path) -> Any:
+    toy = build(degrees, precision)
+    train_toy(*toy, steps=2)
+    chunks, optimizer, groups = toy
+    saved = everything(*toy)
+    save_checkpoint(
+        folder, chunks=chunks, optimizer=optimizer, train_state={"step": 2}, groups=groups, keep=2
+    )
+    return saved, train_toy(*toy, steps=1, start=2)
+
+
+def load(rank: int, degrees: dict[str, int], precision: Precision, path: Path) -> Any:
+    toy = build(degrees, precision)
+    chunks, optimizer, groups = toy
+    load_checkpoint(path, chunks=chunks, optimizer=optimizer, groups=groups)
+    return everything(*toy), train_toy(*toy, steps=1, start=2)
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize(("world", "degrees", "new_world", "new_degrees"), TABLE)
+def test_the_model_crosses_layouts_bitwise(
+    tmp_path: Path,
+    precision: Precision,
+    world: int,
+    degrees: dict[str, int],
+    new_world: int,
+    new_degrees: dict[str, int],
+) -> None:
+    saved = run_ranks(world, save, degrees, precision, tmp_path, timeout=100)
+    loaded = run_ranks(new_world, load, new_degrees, precision, tmp_path / "step_00000002", timeout=100)
+    before, after = (assemble([each[0] for each in run]) for run in (saved, loaded))
+    assert before.keys() == after.keys()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
+    assert all(value.any() for key, value in after.items() if "exp_avg" in key)
+    assert loaded[0][1] == pytest.approx(saved[0][1], rel=1e-6)
+
+
+def parameter_table(rank: int) -> dict[str, tuple[bool, float]]:
+    chunks, optimizer, _ = build({}, Precision.bf16)
+    decay: dict[Any, float] = {}
+    for member in optimizer.chained_optimizers:
+        for group in member.optimizer.param_groups:
+            decay.update({id(own): group["weight_decay"] for own in group["params"]})
+        decay.update({param: decay[id(own)] for param, own in master_slices(member).items()})
+    return {name: (is_decayed(name, p), decay[p]) for name, p in chunks[0].module.named_parameters()}
+
+
+EXEMPT = ("norm", "A_log", "dt_bias", "q_conv", "k_conv", "v_conv", "query", "norm_weight", "norm.weight")
+
+
+def test_weight_decay_of_every_parameter_of_the_model() -> None:
+    table = run_ranks(1, parameter_table)[0]
+    expected = {name: not name.endswith(EXEMPT) for name in table}
+    assert {name: found for name, (found, _) in table.items()} == expected
+    assert {name: decay for name, (_, decay) in table.items()} == {
+        name: 0.1 if decays else 0.0 for name, decays in expected.items()
+    }
+    assert {"embedding.weight", "layers.1.ffn.router.weight", "layers.1.ffn.experts.down"} <= {
+        name for name, decays in expected.items() if decays
+    }
