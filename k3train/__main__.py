@@ -24,8 +24,15 @@ def train(arguments: list[str]) -> int:
         rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
     from k3train.checkpoint.folder import committed
+    from k3train.data.corpus import CorpusError
+    from k3train.data.preflight import check_data
     from k3train.train.launch import launch
 
+    try:
+        check_data(run)
+    except CorpusError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
     resolved = Path(run.dir) / "run.yaml"
     trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
     for difference in settle(run, resolved, trained_steps=trained):

@@ -144,7 +144,23 @@ pip_install() {
 install_packages() {
   LOG="$VENV/install.log"
   : >"$LOG"
-  say "Installing the pinned packages (5 GiB on disk; minutes, by the network). Log: $LOG"
+  if "$PY" -c 'from importlib.metadata import version; version("torch")' 2>/dev/null; then
+    say "Updating the pinned packages. Log: $LOG"
+  else
+    say "Installing the pinned packages (5 GiB on disk; minutes, by the network). Log: $LOG"
+    install_cpu_torch
+  fi
+  pip_install setuptools # builds the two packages that have no wheel, k3train one of them
+  pip_install --no-build-isolation --editable "$ROOT[dev]"
+  local failure
+  failure="$("$PY" -c 'import torch, megatron.core' 2>&1 | tail -n 1)" || true
+  case "$failure" in
+    *Error*) die "the installed torch does not start here: $failure" ;;
+  esac
+}
+
+# Without a GPU, takes torch's CPU build if uv can reach it; says what will be downloaded otherwise.
+install_cpu_torch() {
   if ! has_gpu; then
     if command -v uv >/dev/null 2>&1; then
       say "  No GPU here: trying uv for torch's small CPU build"
@@ -154,13 +170,6 @@ install_packages() {
       say "  No GPU here, but pip's index has only torch's CUDA build: about 3 GB of downloads"
     fi
   fi
-  pip_install setuptools # builds the two packages that have no wheel, k3train one of them
-  pip_install --no-build-isolation --editable "$ROOT[dev]"
-  local failure
-  failure="$("$PY" -c 'import torch, megatron.core' 2>&1 | tail -n 1)" || true
-  case "$failure" in
-    *Error*) die "the installed torch does not start here: $failure" ;;
-  esac
 }
 
 prepare_environment() {

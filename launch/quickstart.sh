@@ -31,6 +31,7 @@ if [ "$state" != finished ]; then
       say "k3train: stopped and saved; the same command goes on from there."
       exit 75
       ;;
+    2) die "these settings or data cannot be trained; the reason is above, and name=second starts another run." ;;
     *) die "training ended with code $code; its reason is above, and the same command goes on from the last checkpoint." ;;
   esac
 fi
@@ -45,9 +46,9 @@ cat <<NEXT
 
 == next
   source "$VENV/bin/activate"
-  k3train show experiment=debug                      every setting, the stages, the parameters
-  k3train sample "$folder" --prompt "A word "         more text
+  k3train show experiment=debug                       every setting, the stages, the parameters
+  k3train sample "$folder" --prompt "Once "          more text
   k3train train experiment=debug name=second seed=2   another run
-  ./launch/test.sh                                   the tests
+  ./launch/test.sh                                    the tests
 This took $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s.
 NEXT

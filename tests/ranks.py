@@ -34,7 +34,7 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float =
     """``[function(rank, *args) for rank in range(n)]``, each on its own rank of a gloo world of ``n``.
 
     The first rank that fails ends the others; its traceback is raised here. Results travel through
-    ``torch.save``, so tensors are fine. Skips the test on a machine with a GPU, where a process must not fork.
+    ``torch.save``, so tensors are fine. Skips the test on a machine with a GPU, whose process must not fork.
     """
     if torch.cuda.is_available():
         pytest.skip("gloo ranks are tested on machines without a GPU")

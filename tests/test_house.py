@@ -21,7 +21,7 @@ FILES = sorted(
 
 
 def is_gpu_kernel(function: ast.FunctionDef | ast.ClassDef) -> bool:
-    """Whether Triton compiles it: one program on the GPU, which its compiler cannot see through if it is split."""
+    """Whether Triton compiles it: one GPU program, which its compiler cannot see through when split."""
     return any(ast.unparse(decorator).endswith(".jit") for decorator in function.decorator_list)
 
 

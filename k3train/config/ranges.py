@@ -125,7 +125,7 @@ RANGES: dict[str, Range] = {
     "curriculum.stages.*.parallel.ep": _ONE,
     "curriculum.stages.*.parallel.etp": _ONE,
     "curriculum.stages.*.parallel.pipeline_split.*": _ONE,
-    "curriculum.eval_sequences": _ZERO,
+    "curriculum.eval_tokens": _TOKENS,
     "curriculum.eval_every_steps": _ZERO,
     "checkpoint.every_steps": _ZERO,
     "checkpoint.keep": Range(2, 2**31 - 1),

@@ -330,8 +330,8 @@ class Curriculum:
     stages: dict[str, Stage] = field(default_factory=dict[str, Stage])
     order: list[str] = field(default_factory=list[str])
     """Names of the stages, first to last."""
-    eval_sequences: int = 4
-    """Held-out sequences per evaluation, at the stage's context length."""
+    eval_tokens: int = 32_768
+    """Held-out tokens per evaluation of one context length: whole sequences, at least one."""
     eval_every_steps: int = 0
     """Evaluate every so many steps, besides at each stage's end; 0 means only there."""
     eval_one_ahead: bool = True

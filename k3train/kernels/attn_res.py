@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3train.kernels.rms_norm import as_rows, fits_row_kernel
+
 
 def mix(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """Average of ``sources`` weighted by softmax_i(query . RMSNorm(source_i)) per token (k3 report eq. 8-10).
 
     sources: w tensors [..., c] of one dtype; query and norm_weight [c], fp32. The RMSNorm is on keys only,
     with no 1/sqrt(c). Arithmetic is fp32 or better, the result [..., c] has the sources' dtype. Backward
-    keeps the sources and nothing else of their size; it recomputes the weights.
+    keeps the sources and nothing else of their size; it recomputes the weights. On a GPU both are one kernel.
 
     A single source has weight 1: it is returned, and query and norm weight get zero gradients, so that every
     parameter takes part in every backward pass.
@@ -35,10 +37,17 @@ def mix_reference(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, norm_weight: Tensor, eps: float, *sources: Tensor) -> Tensor:
-        ctx.save_for_backward(query, norm_weight, *sources)
         ctx.eps = eps
         if len(sources) == 1:
+            ctx.save_for_backward(query, norm_weight, None, *sources)
             return sources[0].view_as(sources[0])
+        if fits_row_kernel(sources[0]):
+            from k3train.kernels import triton_mix
+
+            out, logsum = triton_mix.forward([as_rows(s) for s in sources], query * norm_weight, eps)
+            ctx.save_for_backward(query, norm_weight, logsum, *sources)
+            return out.view(sources[0].shape)
+        ctx.save_for_backward(query, norm_weight, None, *sources)
         weights = _scores(sources, query * norm_weight, eps)[0].softmax(0)
         out = torch.zeros_like(sources[0], dtype=weights.dtype)
         for weight, source in zip(weights, sources, strict=True):
@@ -47,10 +56,17 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, norm_weight, *sources = ctx.saved_tensors
+        query, norm_weight, logsum, *sources = ctx.saved_tensors
         if len(sources) == 1:
             return torch.zeros_like(query), torch.zeros_like(norm_weight), None, grad
         direction = query * norm_weight
+        if logsum is not None:
+            from k3train.kernels import triton_mix
+
+            rows = [as_rows(s) for s in sources]
+            grad_direction, grads = triton_mix.backward(as_rows(grad), rows, direction, logsum, ctx.eps)
+            grads = [g.view(s.shape) for g, s in zip(grads, sources, strict=True)]
+            return grad_direction * norm_weight, grad_direction * query, None, *grads
         logits, dots, scales = _scores(sources, direction, ctx.eps)
         weights = logits.softmax(0)
         wide = grad.to(direction.dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from k3train.curriculum.stages import StagePlan
+from k3train.data.batch import MicroBatch, join_batches
 from k3train.data.heldout import heldout
 from k3train.train.schedule import run_micro_batches
 from k3train.train.setup import StageSetup
@@ -49,7 +50,7 @@ def eval_contexts(setup: StageSetup) -> list[int]:
 
 def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutLoss:
     started = time.monotonic()
-    sequences = heldout(setup.run, name, context_tokens, setup.run.curriculum.eval_sequences)
+    buffers = _buffers(setup, name, context_tokens)
     layout = setup.groups.layout
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
     _set_training(setup, False)
@@ -57,10 +58,10 @@ def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutL
         with torch.no_grad():
             # Expert-parallel peers of other data-parallel ranks must all take part in each forward pass, so
             # every rank runs as many; a rank without a sequence of its own repeats one and does not count it.
-            for first in range(0, len(sequences), layout.dp):
+            for first in range(0, len(buffers), layout.dp):
                 index = first + setup.groups.dp_rank
-                part = run_micro_batches(setup, [sequences[index % len(sequences)]], backward=False)
-                if index < len(sequences):
+                part = run_micro_batches(setup, [buffers[index % len(buffers)]], backward=False)
+                if index < len(buffers):
                     sums += part
     finally:
         _set_training(setup, True)
@@ -72,6 +73,19 @@ def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutL
         predicted_tokens=count,
         seconds=time.monotonic() - started,
     )
+
+
+def _buffers(setup: StageSetup, name: str, context_tokens: int) -> list[MicroBatch]:
+    """Held-out sequences, joined up to the size of the stage's micro-batches; all of one length."""
+    stage = setup.plan.stage
+    together = max(1, stage.micro_batch_sequences * stage.context_tokens // context_tokens)
+    wanted = -(-setup.run.curriculum.eval_tokens // context_tokens)
+    together = min(together, wanted)
+    sequences = heldout(setup.run, name, context_tokens, -(-wanted // together) * together)
+    whole = len(sequences) - len(sequences) % together
+    if whole == 0:
+        together, whole = 1, len(sequences)
+    return [join_batches(sequences[i : i + together]) for i in range(0, whole, together)]
 
 
 def _set_training(setup: StageSetup, training: bool) -> None:

@@ -105,7 +105,8 @@ def test_an_interrupted_run_goes_on(quickstart: Quickstart) -> None:
     ("variables", "code", "sentence"),
     [
         ({"DATA_CODE": "2"}, 1, "k3train: the tiny corpus could not be built"),
-        ({"TRAIN_CODE": "2"}, 1, "k3train: training ended with code 2"),
+        ({"TRAIN_CODE": "2"}, 1, "k3train: these settings or data cannot be trained"),
+        ({"TRAIN_CODE": "1"}, 1, "k3train: training ended with code 1"),
         ({"TRAIN_CODE": "75"}, 75, "k3train: stopped and saved; the same command goes on from there."),
     ],
 )

@@ -93,7 +93,7 @@ def make_run(folder: Path, *, ranks: int = 1, **changes: object) -> Run:
             heldout={"heldout": str(corpus / "heldout")},
             pack_window_tokens=8192,
         ),
-        "curriculum": Curriculum(stages=stages, order=list(stages), eval_sequences=3),
+        "curriculum": Curriculum(stages=stages, order=list(stages), eval_tokens=700),
         "checkpoint": Checkpoint(every_steps=4),
         "cluster": Cluster(ranks_per_node=ranks, collective_timeout_seconds=60),
     }

@@ -26,7 +26,7 @@ def test_one_rank_learns_through_both_stages(tmp_path: Path) -> None:
         ("long", 256),
     ]
     assert steps[1] > 4.0
-    assert evals[-1]["loss"] < 2.5
+    assert evals[-1]["loss"] < steps[1] - 1.0
 
 
 def test_two_ranks_hand_over_from_data_to_context_parallel(tmp_path: Path) -> None:

@@ -26,17 +26,15 @@ def _gradients(function, qkv, borders):
 @pytest.mark.parametrize(("d", "e"), [(6, 4), (4, 6), (5, 5)])
 def test_equals_dense_softmax(monkeypatch, borders, d, e, short):
     monkeypatch.setattr(kernel, "SHORT_TOKENS", short)
-    kernel._runs.cache_clear()
     qkv = _inputs(40, d, e)
     got, want = _gradients(attention, qkv, borders), _gradients(attention_reference, qkv, borders)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    kernel._runs.cache_clear()
 
 
 def test_runs_tile_the_buffer_and_keep_long_documents_whole():
     borders = (0, 3, 5, 700, 703, 1200, 1201, 3000)
-    runs = kernel._runs(borders)
+    runs = kernel._runs(borders, kernel.SHORT_TOKENS)
     assert [run[0] for run in runs[1:]] == [run[-1] for run in runs[:-1]]
     assert (runs[0][0], runs[-1][-1]) == (0, 3000)
     assert sorted({border for run in runs for border in run}) == list(borders)
@@ -44,12 +42,12 @@ def test_runs_tile_the_buffer_and_keep_long_documents_whole():
 
 
 def test_thousands_of_tiny_documents_take_few_calls():
-    assert len(kernel._runs(tuple(range(0, 8193, 2)))) == 16
+    assert len(kernel._runs(tuple(range(0, 8193, 2)), kernel.SHORT_TOKENS)) == 16
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("borders", [(0, 1, 2, 130, 131, 1500, 2048), tuple(range(0, 2049, 8))])
+@pytest.mark.parametrize("borders", [(0, 1, 2, 130, 131, 1500, 2048), tuple(range(0, 2049, 8)), (0, 2048)])
 def test_on_the_gpu(dtype, borders):
     reference = [
         x.detach().cuda().to(dtype).requires_grad_() for x in _inputs(2048, 192, 128, torch.float32, 4)

@@ -71,6 +71,27 @@ def test_mix_keeps_only_its_sources_for_backward():
     assert set(kept) == {t.data_ptr() for t in (query, norm, *sources)}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("w", "channels"), [(1, 64), (2, 7168), (9, 7168), (3, 100)])
+def test_on_the_gpu(w, channels):
+    wide = [torch.randn(40, 1, channels, device="cuda") for _ in range(w)]
+    payload = torch.cat(wide, -1).bfloat16().requires_grad_()
+    query, norm = (torch.randn(channels, device="cuda", requires_grad=True) for _ in range(2))
+    direction = torch.randn(40, 1, channels, device="cuda")
+    results = []
+    for function, dtype in ((mix, torch.bfloat16), (mix_reference, torch.float64)):
+        sources = list(payload.to(dtype).split(channels, -1))
+        out = function(
+            sources,
+            query.to(torch.promote_types(dtype, query.dtype)) * 0.02,
+            norm.double().float() if dtype is torch.bfloat16 else norm.double(),
+            1e-5,
+        )
+        results.append((out, *torch.autograd.grad(out, (payload, query, norm), direction.to(dtype))))
+    for got, want in zip(*results, strict=True):
+        assert (got.double() - want.double()).norm() <= 1e-2 * want.double().norm() + 1e-6
+
+
 def test_rms_norm_equals_torch_and_keeps_fp32_weights():
     x = torch.randn(4, 3, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(16, dtype=torch.float64, requires_grad=True)

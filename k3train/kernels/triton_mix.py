@@ -1,0 +1,138 @@
+"""The mix over depth as Triton kernels. Import only where a GPU is: this imports Triton.
+
+One program holds all channels of a token, so every source is read once in the forward pass and, from the
+cache, twice in the backward pass. Legend: n tokens, w sources, c channels.
+"""
+
+# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 528
+"""Programs of the backward pass; each leaves one partial sum of the direction's gradient."""
+
+
+def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mixed [n, c] and, for ``backward``, fp32 [n] log-sums; sources [n, c] with unit channel stride."""
+    n, c = sources[0].shape
+    out = torch.empty(n, c, dtype=sources[0].dtype, device=sources[0].device)
+    logsum = torch.empty(n, dtype=torch.float32, device=out.device)
+    strides = tuple(source.stride(0) for source in sources)
+    block = triton.next_power_of_2(c)
+    _forward[(n,)](
+        tuple(sources),
+        strides,
+        direction,
+        out,
+        logsum,
+        c,
+        eps,
+        W=len(sources),
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out, logsum
+
+
+def backward(
+    grad: Tensor, sources: list[Tensor], direction: Tensor, logsum: Tensor, eps: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the direction, fp32 [c], and of each source, [n, c]; ``grad`` [n, c]."""
+    n, c = sources[0].shape
+    programs = min(n, _PROGRAMS)
+    partial = torch.empty(programs, c, dtype=torch.float32, device=grad.device)
+    grads = [torch.empty(n, c, dtype=source.dtype, device=source.device) for source in sources]
+    strides = tuple(source.stride(0) for source in sources)
+    block = triton.next_power_of_2(c)
+    _backward[(programs,)](
+        grad,
+        grad.stride(0),
+        tuple(sources),
+        strides,
+        direction,
+        logsum,
+        tuple(grads),
+        partial,
+        n,
+        c,
+        eps,
+        W=len(sources),
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return partial.sum(0), grads
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+@triton.jit
+def _forward(sources, strides, direction, out, logsum, channels, eps, W: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < channels
+    u = tl.load(direction + channel, mask=inside, other=0.0)
+    top = -float("inf")
+    total = 0.0
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(W):
+        v = tl.load(sources[i] + row * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
+        logit = tl.sum(v * u) * tl.rsqrt(tl.sum(v * v) / channels + eps)
+        new_top = tl.maximum(top, logit)
+        fade = tl.exp(top - new_top)
+        weight = tl.exp(logit - new_top)
+        total = total * fade + weight
+        mixed = mixed * fade + weight * v
+        top = new_top
+    tl.store(out + row * channels + channel, (mixed / total).to(out.dtype.element_ty), mask=inside)
+    tl.store(logsum + row, top + tl.log(total))
+
+
+@triton.jit
+def _backward(
+    grad,
+    grad_stride,
+    sources,
+    strides,
+    direction,
+    logsum,
+    grads,
+    partial,
+    n,
+    channels,
+    eps,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    channel = tl.arange(0, BLOCK)
+    inside = channel < channels
+    u = tl.load(direction + channel, mask=inside, other=0.0)
+    grad_u = tl.zeros([BLOCK], tl.float32)
+    at = tl.program_id(0).to(tl.int64)
+    while at < n:
+        g = tl.load(grad + at * grad_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        lse = tl.load(logsum + at)
+        inner = 0.0  # gradient . output
+        for i in tl.static_range(W):
+            v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
+            logit = tl.sum(v * u) * tl.rsqrt(tl.sum(v * v) / channels + eps)
+            inner += tl.exp(logit - lse) * tl.sum(v * g)
+        for i in tl.static_range(W):
+            v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(v * v) / channels + eps)
+            dot = tl.sum(v * u)
+            weight = tl.exp(dot * scale - lse)
+            grad_logit = weight * (tl.sum(v * g) - inner)
+            along = grad_logit * scale
+            across = grad_logit * dot * scale * scale * scale / channels
+            grad_u += along * v
+            d = weight * g + along * u - across * v
+            tl.store(grads[i] + at * channels + channel, d.to(grads[i].dtype.element_ty), mask=inside)
+        at += tl.num_programs(0)
+    tl.store(partial + tl.program_id(0) * channels + channel, grad_u, mask=inside)
