@@ -32,7 +32,7 @@ def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bo
     run = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None)
     iterators = [iter(batches) for _ in chunks]
     sums = run(
-        forward_step_func=_forward,
+        forward_step_func=partial(_forward, with_mtp=backward),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
@@ -47,9 +47,11 @@ def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bo
     return total
 
 
-def _forward(iterator: Iterator[RankBatch], chunk: Any) -> tuple[Tensor, Any]:
+def _forward(iterator: Iterator[RankBatch], chunk: Any, *, with_mtp: bool) -> tuple[Tensor, Any]:
     batch = next(iterator)
-    output = chunk(batch.tokens, batch.packing, labels=batch.labels, labels_mtp=batch.labels_mtp)
+    # Held-out loss is the next-token loss alone; training adds the weighted MTP loss.
+    labels_mtp = batch.labels_mtp if with_mtp else None
+    output = chunk(batch.tokens, batch.packing, labels=batch.labels, labels_mtp=labels_mtp)
     return output, partial(_sum_loss, batch)
 
 
