@@ -71,6 +71,11 @@ def start_processes(device: torch.device, *, timeout_seconds: int, init_method: 
     )
 
 
+def stop_processes() -> None:
+    """Leave the process group, for a process that goes on without it. Every rank must call this."""
+    dist.destroy_process_group()
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch on this rank."""
     random.seed(seed)

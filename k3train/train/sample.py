@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3train.backend.start import seed_everything, start_backend, start_processes
+from k3train.backend.start import seed_everything, start_backend, start_processes, stop_processes
 from k3train.config.compose import load_resolved
 from k3train.config.schema import Parallel, Run
 from k3train.data.corpus import read_manifest
@@ -42,7 +42,10 @@ def sample(
     model = _load(run, run_dir, checkpoint, device)
     special = read_manifest(Path(next(iter(run.data.sources.values())).path)).special
     ids = [special["bos"], *tokenizer.encode(prompt).ids]
-    return tokenizer.decode(ids + generate(model, ids, num_tokens, temperature, special["eod"], device))
+    try:
+        return tokenizer.decode(ids + generate(model, ids, num_tokens, temperature, special["eod"], device))
+    finally:
+        stop_processes()
 
 
 @torch.no_grad()
