@@ -20,7 +20,9 @@ ENV = ROOT / "launch" / "env.sh"
 TOOLS = "awk bash cat cut df dirname flock grep head ls mkdir rm sed sha256sum sort tail tee touch".split()
 
 # Answers what is asked of any Python, and makes environments quickly: pip is shared, not copied.
-PYTHON_OF_VERSION = """#!{python}
+# Its first lines are sh and Python at once, because a #! line cannot name a path with a space.
+PYTHON_OF_VERSION = """#!/bin/sh
+''''exec "{python}" "$0" "$@" #'''
 import glob, os, subprocess, sys
 if sys.argv[1] != "-E":
     subprocess.run(["{python}", *sys.argv[1:3], "--without-pip", *sys.argv[3:]], check=True)
@@ -151,7 +153,7 @@ def test_no_python_at_all_is_one_sentence(world: World) -> None:
 
 
 def test_uv_makes_the_environment_only_when_no_python_does(world: World) -> None:
-    make = f'while [ $# -gt 1 ]; do shift; done; exec {sys.executable} -m venv --without-pip "$1"'
+    make = f'while [ $# -gt 1 ]; do shift; done; exec "{sys.executable}" -m venv --without-pip "$1"'
     world.program(world.path / "uv", f'#!/bin/sh\necho "uv $*" >> "{world.home}/calls"\n{make}\n')
     calls = world.home / "calls"
     assert world.bash("make_venv").returncode == 0

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,8 @@ def test_a_wrong_point_stops_the_sweep_before_anything_runs() -> None:
 
 
 # A Python that instead of training writes what it was asked and ends as its seed says.
-STAND_IN = """#!{python}
+STAND_IN = """#!/bin/sh
+''''exec "{python}" "$0" "$@" #'''
 import json, os, sys, time
 with open(os.environ["SWEEP_LOG"], "a") as file:
     file.write(json.dumps([os.getsid(0) == os.getpid(), *sys.argv[1:]]) + "\\n")
@@ -123,8 +123,7 @@ def test_points_run_one_by_one_and_a_failure_does_not_keep_the_next_from_running
 def test_an_interrupt_reaches_the_running_point_and_ends_the_sweep(stand_in: Path) -> None:
     process = start(stand_in, "seed=4,5")
     assert process.stdout is not None
-    while "training" not in process.stdout.readline():
-        time.sleep(0.01)
+    assert any("training" in line for line in process.stdout), "the point did not start"
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 75
