@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a trained small model: makes the environment, builds the tiny corpus, runs the debug
 # curriculum, prints a summary. Safe to run again: it skips what is there and goes on with a run that stopped.
-# Arguments change the run: ./launch/quickstart.sh name=mine optim.learning_rate=1e-3
+# Arguments change the run: ./launch/quickstart.sh name=mine optim.weight_decay=0.05
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 started=$SECONDS

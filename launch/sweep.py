@@ -1,6 +1,6 @@
 """Runs or submits one run for every combination of comma-separated values.
 
-    python launch/sweep.py experiment=debug optim.learning_rate=1e-3,2e-3 seed=1,2
+    python launch/sweep.py experiment=debug optim.weight_decay=0.05,0.1 seed=1,2
 
 Each point is a run of its own: own folder <dir>-sweep/<point>, own processes, own checkpoints. Points run one
 after another on this machine, or with --slurm as one job each. The same command again goes on where it was.

@@ -26,15 +26,15 @@ def test_commas_separate_values_except_inside_quotes_and_brackets() -> None:
 
 
 def test_every_combination_is_a_point_with_its_own_name_and_folder() -> None:
-    found = sweep.points(["experiment=debug", "optim.learning_rate=1e-3,2e-3", "seed=1,2"], None)
+    found = sweep.points(["experiment=debug", "optim.weight_decay=0.05,0.1", "seed=1,2"], None)
     assert [point.run.dir for point in found] == [
-        f"runs/debug-sweep/learning_rate-{rate}_seed-{seed}" for rate in ("1e-3", "2e-3") for seed in (1, 2)
+        f"runs/debug-sweep/weight_decay-{decay}_seed-{seed}" for decay in ("0.05", "0.1") for seed in (1, 2)
     ]
-    assert [(point.run.optim.learning_rate, point.run.seed) for point in found] == [
-        (1e-3, 1),
-        (1e-3, 2),
-        (2e-3, 1),
-        (2e-3, 2),
+    assert [(point.run.optim.weight_decay, point.run.seed) for point in found] == [
+        (0.05, 1),
+        (0.05, 2),
+        (0.1, 1),
+        (0.1, 2),
     ]
 
 
@@ -57,7 +57,7 @@ def test_point_names_are_plain_distinct_and_stable() -> None:
 
 def test_a_wrong_point_stops_the_sweep_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="Did you mean seed"):
-        sweep.points(["optim.learning_rate=1e-3,2e-3", "sed=1,2"], None)
+        sweep.points(["optim.weight_decay=0.05,0.1", "sed=1,2"], None)
 
 
 # A Python that instead of training writes what it was asked and ends as its seed says.
