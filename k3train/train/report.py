@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan, total_tokens
+from k3train.kernels.describe import describe_kernels
 from k3train.monitor.meter import Meter
 from k3train.monitor.monitor import open_monitor
 from k3train.monitor.record import EvalRecord, StepRecord
@@ -25,6 +26,7 @@ class Report:
         self.meter = Meter()
         self._monitor = open_monitor(run, writes=dist.get_rank() == 0)
         self._total_tokens = total_tokens(table)
+        self._kernels: dict[str, str] = {}
 
     def stage_started(self, setup: StageSetup, progress: Progress, latest: Path | None) -> None:
         """A stage is built and about to train."""
@@ -40,6 +42,10 @@ class Report:
             layout=degrees,
             loaded=None if latest is None else str(latest),
         )
+        kernels = describe_kernels(setup.run.model, layout.cp, setup.device)
+        if kernels != self._kernels:
+            self._kernels = kernels
+            self._event("kernels", progress, **kernels)
         self.meter.start()
 
     def step(self, setup: StageSetup, progress: Progress, result: StepResult) -> None:

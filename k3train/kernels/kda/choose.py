@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,21 @@ from torch import Tensor
 
 from k3train.kernels.kda.chunked import kda_chunked
 from k3train.kernels.kda.context_parallel import ContextParallelExchange
+from k3train.kernels.kda.triton_kda import is_available, triton_kda
 from k3train.kernels.packing import Packing, check_packed
+
+
+@lru_cache
+def choose(
+    device: torch.device, dtype: torch.dtype, head_dim: int, gate_lower_bound: float, cp_size: int
+) -> tuple[bool, str]:
+    """Whether the Hopper kernels compute such a layer, and in a few words why or why not."""
+    if device.type != "cuda":
+        return False, f"the device is {device.type}"
+    if cp_size > 1:
+        return False, f"parallel.cp={cp_size} passes states between ranks, which only the torch path does"
+    available, reason = is_available(device, dtype, head_dim, gate_lower_bound)
+    return available, reason or f"bf16, head dimension {head_dim}, whole documents on one rank"
 
 
 def kda(
@@ -45,10 +60,25 @@ def kda(
         raise ValueError("initial and final states need whole documents: run with context parallel degree 1")
     if packing is not None:
         check_packed(q, packing)
-        if initial_state is not None or output_final_state:
-            return _each_document(
-                (q, k, v, z, beta), A_log, dt_bias, gate_lower_bound, packing.local_cu_seqlens, initial_state
-            )
+    same_dtype = all(x.dtype is q.dtype for x in (k, v, z, beta))
+    if same_dtype and choose(q.device, q.dtype, q.shape[-1], gate_lower_bound, 2 if sharded else 1)[0]:
+        return triton_kda(
+            q,
+            k,
+            v,
+            z,
+            beta,
+            A_log,
+            dt_bias,
+            gate_lower_bound=gate_lower_bound,
+            packing=packing,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
+    if packing is not None and (initial_state is not None or output_final_state):
+        return _each_document(
+            (q, k, v, z, beta), A_log, dt_bias, gate_lower_bound, packing.local_cu_seqlens, initial_state
+        )
     rank = cp_group.rank() if cp_group is not None else 0
     if packing is None:
         document, continues = None, initial_state is not None or rank > 0
