@@ -13,8 +13,8 @@ from torch import Tensor
 
 IGNORED = -100
 """Label of a token without a loss."""
-CHUNK_ELEMENTS = 2**27
-"""Logits that exist at once on a rank: half a GiB in fp32."""
+CHUNK_ELEMENTS = 2**28
+"""Logits that exist at once on a rank: half a GiB in bf16, and an fp32 copy of them where one is needed."""
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
@@ -38,12 +38,11 @@ class _CrossEntropy(torch.autograd.Function):
         normalizer = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         loss = torch.empty_like(normalizer)
         for part in _chunks(hidden, weight):
-            logits = (hidden[part] @ weight.T).to(wide)
-            top = _reduce(logits.amax(-1), tp_group, dist.ReduceOp.MAX)
             index, mine = _local_labels(labels[part], weight, tp_group)
-            picked = logits.gather(-1, index[:, None])[:, 0] * mine
-            total = logits.sub_(top[:, None]).exp_().sum(-1)
-            total, picked = _reduce(torch.stack([total, picked]), tp_group, dist.ReduceOp.SUM)
+            local_top, total, picked = _statistics(hidden[part] @ weight.T, index)
+            top = _reduce(local_top.clone(), tp_group, dist.ReduceOp.MAX)
+            sums = torch.stack([total * (local_top - top).exp(), picked * mine])
+            total, picked = _reduce(sums, tp_group, dist.ReduceOp.SUM)
             normalizer[part] = total.log() + top
             loss[part] = (normalizer[part] - picked) * (labels[part] != IGNORED)
         ctx.save_for_backward(hidden, weight, labels, normalizer)
@@ -57,18 +56,54 @@ class _CrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype)
         for part in _chunks(hidden, weight):
-            logits = (hidden[part] @ weight.T).to(normalizer.dtype)
             index, mine = _local_labels(labels[part], weight, ctx.tp_group)
-            grad_logits = logits.sub_(normalizer[part, None]).exp_()
-            grad_logits.scatter_add_(-1, index[:, None], -mine[:, None].to(grad_logits.dtype))
-            grad_logits = grad_logits.mul_(grad[part, None]).to(hidden.dtype)
+            logits = hidden[part] @ weight.T
+            grad_logits = _gradient(logits, index, mine, normalizer[part], grad[part])
             grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[part]
+            _add_product(grad_weight, grad_logits.T, hidden[part])
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
+def _is_fused(x: Tensor) -> bool:
+    """Kernels that read logits once, in bf16, in the place of a dozen passes over fp32 ones."""
+    return x.is_cuda and x.dtype is torch.bfloat16
+
+
+def _statistics(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: maximum, sum of exp(logit - maximum), and the logit at ``index``; fp32 or better [n]."""
+    if _is_fused(logits):
+        from k3train.kernels import triton_cross_entropy
+
+        return triton_cross_entropy.statistics(logits, index)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = logits.amax(-1)
+    picked = logits.gather(-1, index[:, None])[:, 0]
+    return top, logits.sub_(top[:, None]).exp_().sum(-1), picked
+
+
+def _gradient(logits: Tensor, index: Tensor, mine: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
+    """grad * (softmax - one hot), [n, v] in the logits' dtype, from logits that may be overwritten."""
+    if _is_fused(logits):
+        from k3train.kernels import triton_cross_entropy
+
+        return triton_cross_entropy.gradient_(logits, index, mine, normalizer, grad.contiguous())
+    p = logits.to(normalizer.dtype).sub_(normalizer[:, None]).exp_()
+    p.scatter_add_(-1, index[:, None], -mine[:, None].to(p.dtype))
+    return p.mul_(grad[:, None]).to(logits.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; bf16 products on a GPU are added in fp32 without a rounding in between."""
+    if _is_fused(a):
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    tokens = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    """Tokens of each chunk: multiples of 128, which fill matrix units, where that many fit."""
+    tokens = CHUNK_ELEMENTS // weight.shape[0]
+    tokens = tokens // 128 * 128 if tokens >= 128 else max(1, tokens)
     return [slice(start, start + tokens) for start in range(0, hidden.shape[0], tokens)]
 
 

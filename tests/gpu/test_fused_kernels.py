@@ -1,0 +1,64 @@
+"""Fused kernels on a GPU in bf16 against the plain torch paths in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from k3train.kernels.cross_entropy import cross_entropy
+from k3train.kernels.gated_norm import gated_rms_norm
+from k3train.kernels.packing import make_packing
+from k3train.kernels.short_conv import short_conv
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """A group of one rank, which nothing is ever sent over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def compare(function: Callable[..., Tensor], inputs: list[Tensor], tolerance: float = 6e-3) -> None:
+    """Value and gradients as given and in float64."""
+    results = []
+    for wide in (False, True):
+        leaves = [(x.double() if wide else x).detach().requires_grad_() for x in inputs]
+        y = function(*leaves)
+        torch.manual_seed(7)
+        grad = torch.randn(y.shape, device="cuda").to(y.dtype)
+        results.append((y, *torch.autograd.grad(y, leaves, grad)))
+    for i, (got, want) in enumerate(zip(*results, strict=True)):
+        error = (got.double() - want.double()).norm() / want.double().norm()
+        assert error < tolerance, (i, float(error))
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize("borders", [(0, 1, 2, 65, 66, 200, 1000), (0, 3), None])
+def test_short_conv(borders: tuple[int, ...] | None) -> None:
+    t = borders[-1] if borders else 1000
+    valid = torch.ones(t, dtype=torch.bool)
+    packing = None if borders is None else make_packing(borders, valid, device="cuda")
+    compare(lambda x, w: short_conv(x, w, packing), [bf16(1, t, 384), torch.randn(384, 4, device="cuda")])
+
+
+def test_gated_norm() -> None:
+    inputs = [bf16(1, 300, 16, 128), torch.randn(128, device="cuda"), bf16(1, 300, 16, 128)]
+    compare(lambda x, w, g: gated_rms_norm(x, w, g, 1e-5), inputs)
+
+
+def test_cross_entropy(alone: dist.ProcessGroup) -> None:
+    labels = torch.randint(163_840, (2000,), device="cuda")
+    labels[::7] = -100
+    inputs = [bf16(2000, 64) * 0.3, bf16(163_840, 64) * 0.3]
+    compare(lambda h, w: cross_entropy(h, w, labels, alone), inputs, tolerance=1e-2)

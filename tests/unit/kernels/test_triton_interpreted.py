@@ -1,0 +1,81 @@
+"""Triton kernels run by Triton's interpreter on the CPU, in a process of its own, against plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+PROGRAM = """
+import json
+import torch
+from k3train.kernels import cross_entropy, gated_norm, short_conv
+from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm
+
+torch.manual_seed(0)
+errors = {}
+
+
+def compare(name, got, want):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        b = b.detach().double()
+        errors[f"{name} {i}"] = float((a.double() - b).norm() / b.norm())
+
+
+def bf16(*shape):
+    return torch.randn(*shape).bfloat16()
+
+
+for b, t, c, taps, borders in [
+    (1, 300, 140, 4, (0, 1, 2, 65, 66, 200, 300)), (2, 70, 129, 4, None),
+    (1, 3, 64, 4, None), (1, 40, 64, 1, None),
+]:
+    x, grad, weight = bf16(b, t, c), bf16(b, t, c), torch.randn(c, taps)
+    position = torch.arange(t)
+    for first, last in zip(borders or (), (borders or ())[1:]):
+        position[first:last] = torch.arange(last - first)
+    wide = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    y = short_conv._ShortConv.apply(wide[0], None, wide[1], position)
+    want = [y, *torch.autograd.grad(y, wide, grad.double())]
+    got = [triton_conv.forward(x, weight, position), *triton_conv.backward(grad, x, weight, position)]
+    compare(f"conv {b} {t} {taps}", got, want)
+
+x, gate, grad, weight = bf16(77, 128), bf16(77, 128), bf16(77, 128), torch.randn(128)
+wide = [v.double().requires_grad_() for v in (x, weight, gate)]
+y = gated_norm.gated_rms_norm(*wide, 1e-3)
+want = [y, *torch.autograd.grad(y, wide, grad.double())]
+got = [triton_gated_norm.forward(x, weight, gate, 1e-3)]
+compare("gated norm", [*got, *triton_gated_norm.backward(grad, x, weight, gate, 1e-3)], want)
+
+logits, index = 5 * bf16(5, 9000), torch.tensor([0, 8999, 5000, 4096, 17])
+got, want = triton_cross_entropy.statistics(logits, index), cross_entropy._statistics(logits.double(), index)
+compare("statistics", got, want)
+normalizer, mine, grad = got[1].log() + got[0], torch.tensor([1, 1, 0, 1, 0]).bool(), torch.randn(5)
+want = cross_entropy._gradient(logits.double(), index, mine, normalizer.double(), grad.double())
+compare("gradient", [triton_cross_entropy.gradient_(logits, index, mine, normalizer, grad)], [want])
+print(json.dumps(errors))
+"""
+
+
+def test_kernels_equal_plain_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = json.loads(done.stdout)
+    assert len(errors) == 20, errors
+    # bf16 results carry its rounding, 2^-9 at most and about 3e-3 as a norm; fp32 sums do not.
+    assert {name: e for name, e in errors.items() if not e < 4e-3} == {}
