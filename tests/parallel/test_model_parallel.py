@@ -1,8 +1,9 @@
-"""Every layout gives one rank's loss and gradients, and its checkpoint keys."""
+"""Every layout trains as one rank does: loss, gradients, their norm and three optimizer steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -10,37 +11,77 @@ import torch
 from k3train.config import schema
 from tests import model_step
 from tests.model_step import make_micro
-from tests.parity.test_model import MODEL, randomise
+from tests.parity.test_model import MODEL
 from tests.ranks import run_ranks
+from tests.train_steps import Trained, difference, train
 
-# Ragged documents that cross the shards' borders, one-token ones, and a padding tail.
-MICROS = [make_micro((0, 1, 6, 7, 25, 36, 40), MODEL.vocab_size, seed=s) for s in range(4)]
+# Ragged documents that cross shards, one-token ones, padding tails; 30 to 39 loss tokens.
+MICROS = [
+    make_micro((0, 1, 6, 7, 25, 36, 40), MODEL.vocab_size, seed=0),
+    make_micro((0, 17, 40), MODEL.vocab_size, seed=1, padding=False),
+    make_micro((0, 40), MODEL.vocab_size, seed=2, padding=False),
+    make_micro((0, 9, 10, 30, 39, 40), MODEL.vocab_size, seed=3),
+]
+SIX = replace(MODEL, init_std=0.05)
+"""Six layers in three blocks, MTP on. Larger weights would let each layer amplify rounding."""
+EIGHT = replace(SIX, num_layers=8, mtp=schema.Mtp())
+"""Eight layers in four blocks, without MTP."""
+FULL = schema.Recompute.full
+GATHER = schema.Dispatcher.allgather
 LAYOUTS = [
-    {"tp": 2},
-    {"cp": 2},
-    {"pp": 2},
-    {"pp": 2, "vp": 2},
-    {"pp": 2, "vp": 2, "pipeline_split": [1, 3, 1, 1], "recompute": schema.Recompute.full},
-    {"ep": 2, "world": 2},
-    {"tp": 2, "cp": 2, "ep": 2},
-    {"tp": 2, "pp": 2, "etp": 2},
+    ("dp2", SIX, {"world": 2}),
+    ("tp2", SIX, {"tp": 2}),
+    ("cp2", SIX, {"cp": 2}),
+    ("ep2", SIX, {"ep": 2, "world": 2}),
+    ("pp2", SIX, {"pp": 2}),
+    ("pp2x2", SIX, {"pp": 2, "vp": 2}),
+    (
+        "pp2x2 split 1-3-1-1 recompute",
+        SIX,
+        {"pp": 2, "vp": 2, "pipeline_split": [1, 3, 1, 1], "recompute": FULL},
+    ),
+    ("pp2x3", SIX, {"pp": 2, "vp": 3}),
+    ("cp4", SIX, {"cp": 4}),
+    ("pp4 split 2-1-2-1", SIX, {"pp": 4, "pipeline_split": [2, 1, 2, 1]}),
+    ("pp4x2 recompute", EIGHT, {"pp": 4, "vp": 2, "recompute": FULL}),
+    ("tp2 cp2 ep2", SIX, {"tp": 2, "cp": 2, "ep": 2}),
+    ("tp2 pp2 etp2", SIX, {"tp": 2, "pp": 2, "etp": 2}),
+    ("tp2 ep4 allgather", SIX, {"tp": 2, "ep": 4, "world": 4, "dispatcher": GATHER}),
+    ("pp2x2 cp2 ep2", SIX, {"pp": 2, "vp": 2, "cp": 2, "ep": 2}),
+    ("tp2 pp2 ep2 dp2", SIX, {"tp": 2, "pp": 2, "ep": 2, "world": 8}),
+    ("tp2 cp2 dp2", SIX, {"tp": 2, "cp": 2, "world": 8}),
+    ("tp2 pp2x2 cp2 ep2", SIX, {"tp": 2, "pp": 2, "vp": 2, "cp": 2, "ep": 2}),
 ]
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    return model_step.step(MODEL, MICROS, prepare=randomise)
+@cache
+def one_rank(num_layers: int) -> Trained:
+    return train({model.num_layers: model for model in (SIX, EIGHT)}[num_layers], MICROS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layout_equals_one_rank(one_rank, layout):
-    got = model_step.step(MODEL, MICROS, one_rank.weights, **layout)
-    assert got.loss == pytest.approx(one_rank.loss, rel=1e-6)
-    assert got.weights.keys() == one_rank.weights.keys()
-    assert got.gradients.keys() == one_rank.gradients.keys()
-    for key, want in one_rank.gradients.items():
-        error = (got.gradients[key] - want).abs().max()
-        assert error <= 2e-5 * want.abs().max() + 1e-7, (key, error, want.abs().max())
+@pytest.mark.parametrize(("model", "layout"), [pytest.param(m, d, id=name) for name, m, d in LAYOUTS])
+def test_layout_trains_as_one_rank(request, model, layout):
+    want = one_rank(model.num_layers)
+    got = train(model, MICROS, want.weights, **layout)
+    losses = [abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)]
+    norms = [abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)]
+    gradient, which = difference(got.gradients, want.gradients)
+    # A token whose margin rounds across a histogram bin moves a selection bias by a part of that bin.
+    biases = {key for key in want.trained if key.endswith("router.bias")}
+    bias = max(float((got.trained[key] - want.trained[key]).abs().max()) for key in biases)
+    step, _ = difference(
+        {key: value for key, value in got.trained.items() if key not in biases},
+        {key: value for key, value in want.trained.items() if key not in biases},
+    )
+    name = request.node.callspec.id
+    print(f"| {name} | {max(losses):.1e} | {gradient:.1e} | {norms[0]:.1e} | {max(norms):.1e} | {step:.1e} |")
+    assert losses[0] < 1e-6
+    assert max(losses) < 5e-6
+    assert norms[0] < 2e-6
+    assert max(norms) < 1e-4
+    assert gradient < 1e-5, which
+    assert step < 5e-6
+    assert bias < 3 / model.moe.router.bins
 
 
 def _first_weights(rank: int):
