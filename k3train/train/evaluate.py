@@ -27,20 +27,16 @@ class HeldoutLoss:
     seconds: float
 
 
-def evaluate(setup: StageSetup) -> list[HeldoutLoss]:
-    """Loss of every held-out set at every context length of this stage. Every rank must call this.
+def evaluate(setup: StageSetup, contexts: list[int]) -> list[HeldoutLoss]:
+    """Loss of every held-out set at each context length, in tokens. Every rank must call this.
 
     Routers are frozen: their bias selects as in training, nothing is counted.
     """
-    return [
-        _heldout_loss(setup, name, context)
-        for name in setup.run.data.heldout
-        for context in eval_contexts(setup)
-    ]
+    return [_heldout_loss(setup, name, context) for name in setup.run.data.heldout for context in contexts]
 
 
 def eval_contexts(setup: StageSetup) -> list[int]:
-    """Context lengths that this stage evaluates: its own and, if the run says so, the next stage's."""
+    """Context lengths that a stage evaluates: its own and, if the run says so, the next one's."""
     contexts = [setup.plan.stage.context_tokens]
     following: list[StagePlan] = setup.table[setup.plan.index + 1 :]
     if setup.run.curriculum.eval_one_ahead and following:

@@ -12,7 +12,7 @@ from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.checkpoint.save import save_checkpoint
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
-from k3train.train.evaluate import evaluate
+from k3train.train.evaluate import eval_contexts, evaluate
 from k3train.train.progress import Progress
 from k3train.train.report import Report
 from k3train.train.setup import StageSetup, build_stage, close_stage
@@ -36,6 +36,9 @@ def train(run: Run, device: torch.device) -> int:
             restore(setup, latest)
             rehearse(setup, progress)
             report.stage_started(setup, progress, latest)
+            if progress.step == 0:  # where the first stage's held-out loss falls from
+                report.evaluation(setup, progress, evaluate(setup, [plan.stage.context_tokens]))
+                report.meter.start()
             latest, stopped = train_stage(setup, progress, report, stop)
             close_stage(setup)
             if stopped and progress.tokens < total_tokens(table):
@@ -63,7 +66,7 @@ def train_stage(
         ended = progress.tokens == plan.end_tokens
         with report.meter.pause():
             if ended or _due(progress.step, run.curriculum.eval_every_steps):
-                report.evaluation(setup, progress, evaluate(setup))
+                report.evaluation(setup, progress, evaluate(setup, eval_contexts(setup)))
             if ended or result.stop or _due(progress.step, run.checkpoint.every_steps):
                 path = save(setup, progress, milestone=ended)
                 report.saved(progress, path)

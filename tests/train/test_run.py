@@ -20,10 +20,11 @@ def test_one_rank_learns_through_both_stages(tmp_path: Path) -> None:
     steps = losses(run)
     assert sorted(steps) == list(range(1, 19))
     evals = records(run, "eval")
-    assert [(e["stage"], e["context_tokens"]) for e in evals] == [
-        ("short", 128),
-        ("short", 256),
-        ("long", 256),
+    assert [(e["step"], e["stage"], e["context_tokens"]) for e in evals] == [
+        (0, "short", 128),
+        (12, "short", 128),
+        (12, "short", 256),
+        (18, "long", 256),
     ]
     assert steps[1] > 4.0
     assert evals[-1]["loss"] < steps[1] - 1.0
