@@ -31,6 +31,7 @@ def apply() -> None:
     _checkpoint_without_output_thinks_it_is_fp8()
     _split_sizes_stay_tensors_on_the_cpu()
     _checkpoints_forget_padding_between_buckets()
+    _gradient_norm_waits_for_every_tensor()
     _applied = True
 
 
@@ -75,3 +76,25 @@ def _checkpoints_forget_padding_between_buckets() -> None:
         return layout
 
     DistributedOptimizer._compute_per_buffer_param_layout = staticmethod(with_padding)
+
+
+def _gradient_norm_waits_for_every_tensor() -> None:
+    """Without TE and apex the norm is fetched tensor by tensor, and clipping copies every gradient."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import utils
+        from megatron.core.optimizer import clip_grads
+
+    def norm(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], *_: Any) -> tuple[Any, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
+
+    def scale(_chunk: int, _overflow: Any, lists: list[list[torch.Tensor]], factor: float) -> None:
+        source, target = lists
+        if target is not source:
+            torch._foreach_copy_(target, source)
+        torch._foreach_mul_(target, factor)
+
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm
+    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = scale

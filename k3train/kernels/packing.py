@@ -24,6 +24,8 @@ class Packing:
     """Buffer position after this rank's last token."""
     document: Tensor
     """int64 [n], on the device: segment of every token of the whole buffer (not only this rank's)."""
+    position: Tensor
+    """int64 [stop - start], on the device: tokens of the same segment before each of this rank's tokens."""
     valid: Tensor
     """bool [stop - start], on the device: False on padding, for this rank's tokens."""
 
@@ -76,11 +78,13 @@ def make_packing(
     share = n // size
     lengths = borders.diff()
     document = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+    position = torch.arange(n) - borders[:-1][document]
     start, stop = rank * share, (rank + 1) * share
     return Packing(
         cu_seqlens=tuple(int(c) for c in borders),
         start=start,
         stop=stop,
         document=document.to(device, non_blocking=True),
+        position=position[start:stop].to(device, non_blocking=True),
         valid=valid[start:stop].to(device, non_blocking=True),
     )

@@ -27,8 +27,12 @@ def short_conv(x: Tensor, weight: Tensor, packing: Packing | None = None, cp_gro
             f"a context-parallel shard of {x.shape[1]} tokens is shorter than the {reach} tokens that the "
             "convolution looks back; lower parallel.cp or lengthen the context"
         )
-    rank = cp_group.rank() if cp_group is not None else 0
-    position = _position_in_document(x, packing, reach, rank)
+    if packing is None:
+        first = reach if cp_group is not None and cp_group.rank() else 0
+        position = torch.arange(x.shape[1], device=x.device) + first
+    else:
+        check_packed(x, packing)
+        position = packing.position
     halo = _HaloFromLeft.apply(x[:, x.shape[1] - reach :], cp_group) if sharded and reach else None
     if x.is_cuda and x.dtype is torch.bfloat16:
         if halo is None:
@@ -37,20 +41,6 @@ def short_conv(x: Tensor, weight: Tensor, packing: Packing | None = None, cp_gro
         position = torch.nn.functional.pad(position, (reach, 0))
         return _FusedShortConv.apply(torch.cat([halo, x], 1), weight, position)[:, reach:]  # pyright: ignore
     return _ShortConv.apply(x, halo, weight, position)  # pyright: ignore
-
-
-def _position_in_document(x: Tensor, packing: Packing | None, reach: int, rank: int) -> Tensor:
-    """int64 [t]: how many tokens of its document come before each token, exact up to ``reach``."""
-    t = x.shape[1]
-    if packing is None:
-        return torch.arange(t, device=x.device) + (reach if rank else 0)
-    check_packed(x, packing)
-    first = max(0, packing.start - reach)
-    document = packing.document[first : packing.stop]
-    before = torch.zeros_like(document)
-    for j in range(1, reach + 1):
-        before[j:] += document[j:] == document[:-j]
-    return before[packing.start - first :]
 
 
 class _ShortConv(torch.autograd.Function):

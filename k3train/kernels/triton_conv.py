@@ -24,7 +24,7 @@ def forward(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
     b, t, c = x.shape
     out = torch.empty(b, t, c, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(t, _TOKENS), triton.cdiv(c, _CHANNELS), b)
-    _forward[grid](
+    _conv_forward[grid](
         x, *x.stride()[:2], weight, position, out, t, c, W=weight.shape[1], BT=_TOKENS, BC=_CHANNELS
     )
     return out
@@ -37,7 +37,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, position: Tensor) -> tuple
     rows = triton.cdiv(t, _TOKENS * _TILES)
     grad_x = torch.empty(b, t, c, dtype=x.dtype, device=x.device)
     partial = torch.empty(b, rows, taps, c, dtype=torch.float32, device=x.device)
-    _backward[(rows, triton.cdiv(c, _CHANNELS), b)](
+    _conv_backward[(rows, triton.cdiv(c, _CHANNELS), b)](
         grad, *grad.stride()[:2], x, *x.stride()[:2], weight, position, grad_x, partial, t, c,
         W=taps, PADDED=triton.next_power_of_2(taps), BT=_TOKENS, BC=_CHANNELS, TILES=_TILES,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def _convolve(x, stride, weight, position, token, channel, tokens, channels, W: 
 
 
 @triton.jit
-def _forward(
+def _conv_forward(
     x,
     row_stride,
     stride,
@@ -87,7 +87,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _conv_backward(
     grad,
     grad_row_stride,
     grad_stride,

@@ -19,7 +19,7 @@ def statistics(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row of logits [n, v]: maximum, sum of exp(logit - maximum), logit at index [n]; fp32 [n]."""
     n, v = logits.shape
     top, total, picked = torch.empty(3, n, dtype=torch.float32, device=logits.device).unbind()
-    _statistics[(n,)](logits, index, top, total, picked, V=v, BLOCK=_BLOCK, num_warps=8)
+    _cross_entropy_statistics[(n,)](logits, index, top, total, picked, V=v, BLOCK=_BLOCK, num_warps=8)
     return top, total, picked
 
 
@@ -30,12 +30,12 @@ def gradient_(logits: Tensor, index: Tensor, mine: Tensor, normalizer: Tensor, g
     """
     n, v = logits.shape
     grid = (n, triton.cdiv(v, _BLOCK))
-    _gradient[grid](logits, index, mine, normalizer, grad, v, BLOCK=_BLOCK, num_warps=8)
+    _cross_entropy_gradient[grid](logits, index, mine, normalizer, grad, v, BLOCK=_BLOCK, num_warps=8)
     return logits
 
 
 @triton.jit
-def _statistics(logits, index, top, total, picked, V: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_statistics(logits, index, top, total, picked, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     column = tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def _statistics(logits, index, top, total, picked, V: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _gradient(logits, index, mine, normalizer, grad, v, BLOCK: tl.constexpr):
+def _cross_entropy_gradient(logits, index, mine, normalizer, grad, v, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < v

@@ -23,7 +23,7 @@ def forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     n, d = x.shape
     out = torch.empty_like(x)
     rows = max(1, _ELEMENTS // d)
-    _forward[(triton.cdiv(n, rows),)](x, weight, gate, out, n, eps, D=d, ROWS=rows)
+    _gated_norm_forward[(triton.cdiv(n, rows),)](x, weight, gate, out, n, eps, D=d, ROWS=rows)
     return out
 
 
@@ -36,14 +36,14 @@ def backward(
     programs = triton.cdiv(n, rows * _TILES)
     grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
     partial = torch.empty(programs, d, dtype=torch.float32, device=x.device)
-    _backward[(programs,)](
+    _gated_norm_backward[(programs,)](
         grad, x, weight, gate, grad_x, grad_gate, partial, n, eps, D=d, ROWS=rows, TILES=_TILES
     )
     return grad_x, partial.sum(0), grad_gate
 
 
 @triton.jit
-def _forward(x, weight, gate, out, n, eps, D: tl.constexpr, ROWS: tl.constexpr):
+def _gated_norm_forward(x, weight, gate, out, n, eps, D: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, D)
     at = row[:, None] * D + channel[None, :]
@@ -56,7 +56,7 @@ def _forward(x, weight, gate, out, n, eps, D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _backward(
+def _gated_norm_backward(
     grad,
     x,
     weight,

@@ -24,7 +24,7 @@ def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tenso
     logsum = torch.empty(n, dtype=torch.float32, device=out.device)
     strides = tuple(source.stride(0) for source in sources)
     block = triton.next_power_of_2(c)
-    _forward[(n,)](
+    _mix_forward[(n,)](
         tuple(sources),
         strides,
         direction,
@@ -49,7 +49,7 @@ def backward(
     grads = [torch.empty(n, c, dtype=source.dtype, device=source.device) for source in sources]
     strides = tuple(source.stride(0) for source in sources)
     block = triton.next_power_of_2(c)
-    _backward[(programs,)](
+    _mix_backward[(programs,)](
         grad,
         grad.stride(0),
         tuple(sources),
@@ -73,7 +73,9 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _forward(sources, strides, direction, out, logsum, channels, eps, W: tl.constexpr, BLOCK: tl.constexpr):
+def _mix_forward(
+    sources, strides, direction, out, logsum, channels, eps, W: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < channels
@@ -95,7 +97,7 @@ def _forward(sources, strides, direction, out, logsum, channels, eps, W: tl.cons
 
 
 @triton.jit
-def _backward(
+def _mix_backward(
     grad,
     grad_stride,
     sources,

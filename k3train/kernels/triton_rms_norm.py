@@ -23,7 +23,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     scale = torch.empty(n, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(c)
     if n:
-        _forward[(n,)](
+        _rms_norm_forward[(n,)](
             x, x.stride(0), weight, out, scale, c, eps, BLOCK=block, num_warps=max(1, min(16, block // 512))
         )
     return out, scale
@@ -36,7 +36,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Te
     partial = torch.empty(programs, c, dtype=torch.float32, device=x.device)
     grad_x = torch.empty(n, c, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(c)
-    _backward[(programs,)](
+    _rms_norm_backward[(programs,)](
         grad,
         grad.stride(0),
         x,
@@ -54,7 +54,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Te
 
 
 @triton.jit
-def _forward(x, stride, weight, out, scale, channels, eps, BLOCK: tl.constexpr):
+def _rms_norm_forward(x, stride, weight, out, scale, channels, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < channels
@@ -66,7 +66,9 @@ def _forward(x, stride, weight, out, scale, channels, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(grad, grad_stride, x, stride, weight, scale, grad_x, partial, n, channels, BLOCK: tl.constexpr):
+def _rms_norm_backward(
+    grad, grad_stride, x, stride, weight, scale, grad_x, partial, n, channels, BLOCK: tl.constexpr
+):
     channel = tl.arange(0, BLOCK)
     inside = channel < channels
     w = tl.load(weight + channel, mask=inside, other=0.0)

@@ -21,7 +21,7 @@ def forward(gate: Tensor, up: Tensor, gate_cap: float, up_cap: float, weight: Te
     if rows:
         grid = (rows, triton.cdiv(channels, _BLOCK))
         weights = gate if weight is None else weight
-        _forward[grid](
+        _situ_forward[grid](
             gate, up, weights, out, channels, gate_cap, up_cap, WEIGHTED=weight is not None, BLOCK=_BLOCK
         )
     return out
@@ -37,7 +37,7 @@ def backward(
     channels = gate.shape[-1]
     rows = gate.numel() // channels
     if rows:
-        _backward[(rows,)](
+        _situ_backward[(rows,)](
             grad,
             gate,
             up,
@@ -64,7 +64,9 @@ def _tanh(x):
 
 
 @triton.jit
-def _forward(gate, up, weight, out, channels, gate_cap, up_cap, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _situ_forward(
+    gate, up, weight, out, channels, gate_cap, up_cap, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -78,7 +80,7 @@ def _forward(gate, up, weight, out, channels, gate_cap, up_cap, WEIGHTED: tl.con
 
 
 @triton.jit
-def _backward(
+def _situ_backward(
     grad,
     gate,
     up,

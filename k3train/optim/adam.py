@@ -47,7 +47,7 @@ class GroupStepAdam(torch.optim.Optimizer):
             if "exp_avg" not in state:
                 state["exp_avg"] = torch.zeros_like(p)
                 state["exp_avg_sq"] = torch.zeros_like(p)
-        step = torch.tensor(float(group["step"]), device=params[0].device)
+        step = torch.full((), float(group["step"]), device=params[0].device)
         torch._fused_adamw_(
             params,
             [p.grad for p in params if p.grad is not None],

@@ -52,16 +52,18 @@ def _metrics(routers: list[K3Router], loads: Tensor) -> dict[int, dict[str, floa
     mean = exact.mean(-1)
     # A step of padding alone has no balance to speak of: 0, not a division by 0.
     over_mean = torch.where(mean > 0, 1 / mean, 0)
-    top_k = torch.tensor([router.top_k for router in routers], device=loads.device)
     biases = torch.stack([router.bias for router in routers]).double()
     columns = {
-        "tokens": exact.sum(-1) / top_k,
+        "tokens": exact.sum(-1),
         "max_violation": (exact.amax(-1) - mean) * over_mean,
         "load_cv": exact.std(-1, correction=0) * over_mean,
         "dead_experts": (loads == 0).sum(-1).double(),
         "bias_range": biases.amax(-1) - biases.amin(-1),
     }
     table = torch.stack(tuple(columns.values()), dim=-1).tolist()  # the only wait for the device
-    return {
+    metrics = {
         r.layer_number: dict(zip(columns, row, strict=True)) for r, row in zip(routers, table, strict=True)
     }
+    for router in routers:
+        metrics[router.layer_number]["tokens"] /= router.top_k
+    return metrics

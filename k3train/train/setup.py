@@ -87,8 +87,8 @@ def _wrap(
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        # Overlap has nothing to overlap with on the CPU.
-        overlap_grad_reduce=device.type == "cuda" and groups.layout.pp == 1,
+        # Overlap has nothing to overlap with on the CPU, nor on one rank.
+        overlap_grad_reduce=device.type == "cuda" and groups.layout.pp == 1 and groups.layout.world > 1,
     )
     # Only the first chunk's gradients are reduced in buckets while backward still runs.
     return DistributedDataParallel(

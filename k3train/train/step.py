@@ -115,7 +115,7 @@ def agree(setup: StageSetup, sums: Tensor, wants_stop: bool) -> tuple[float, int
 
     ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk).
     """
-    vector = torch.cat([sums, torch.tensor([float(wants_stop)], dtype=torch.float64, device=sums.device)])
+    vector = torch.cat([sums, sums.new_full((1,), float(wants_stop))])
     dist.all_reduce(vector)
     loss, count, stop = vector.tolist()
     # Every tensor-parallel rank of the last chunk reports the same tokens.
@@ -130,16 +130,16 @@ def worst_balance(setup: StageSetup, layers: dict[int, dict[str, float]]) -> Bal
     """
     if setup.run.model.num_dense_layers == setup.run.model.num_layers:
         return None
-    worst = torch.zeros(2, dtype=torch.float64, device=setup.device)
-    dead = torch.zeros(1, dtype=torch.float64, device=setup.device)
-    for layer in layers.values():
-        here = [layer["max_violation"], layer["load_cv"]]
-        worst = torch.maximum(worst, torch.tensor(here, dtype=torch.float64, device=setup.device))
-        dead += layer["dead_experts"]
+    worst = [
+        max((layer[key] for layer in layers.values()), default=0.0) for key in ("max_violation", "load_cv")
+    ]
+    dead = sum(layer["dead_experts"] for layer in layers.values())
     if setup.groups.layout.pp > 1:
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=setup.groups.pg.pp)
-        dist.all_reduce(dead, group=setup.groups.pg.pp)
-    violation, cv = worst.tolist()
+        shared = torch.tensor([*worst, dead], dtype=torch.float64, device=setup.device)
+        dist.all_reduce(shared[:2], op=dist.ReduceOp.MAX, group=setup.groups.pg.pp)
+        dist.all_reduce(shared[2:], group=setup.groups.pg.pp)
+        *worst, dead = shared.tolist()
+    violation, cv = worst
     return Balance(max_violation=violation, load_cv=cv, dead_experts=int(dead))
 
 
