@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS, _CHANNELS = 32, 128
+_TOKENS, _CHANNELS = 16, 64
 """Tile of one program."""
-_TILES = 8
+_TILES = 16
 """Tiles, one after another along the tokens, that share a partial sum of the weight's gradient."""
 
 
@@ -39,7 +39,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, position: Tensor) -> tuple
     partial = torch.empty(b, rows, taps, c, dtype=torch.float32, device=x.device)
     _conv_backward[(rows, triton.cdiv(c, _CHANNELS), b)](
         grad, *grad.stride()[:2], x, *x.stride()[:2], weight, position, grad_x, partial, t, c,
-        W=taps, PADDED=triton.next_power_of_2(taps), BT=_TOKENS, BC=_CHANNELS, TILES=_TILES,
+        W=taps, PADDED=triton.next_power_of_2(taps), BT=_TOKENS, BC=_CHANNELS, TILES=_TILES, num_warps=8,
     )  # fmt: skip
     return grad_x, partial.sum((0, 1)).flip(0).T.contiguous()
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 528
-"""Programs of the backward pass; each leaves one partial sum of the direction's gradient."""
+_WARPS = 8448
+"""Warps of the backward pass, 64 on each processor; each program leaves a partial sum."""
 
 
 def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -44,11 +44,11 @@ def backward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the direction, fp32 [c], and of each source, [n, c]; ``grad`` [n, c]."""
     n, c = sources[0].shape
-    programs = min(n, _PROGRAMS)
+    block = triton.next_power_of_2(c)
+    programs = min(n, _WARPS // _warps(block))
     partial = torch.empty(programs, c, dtype=torch.float32, device=grad.device)
     grads = [torch.empty(n, c, dtype=source.dtype, device=source.device) for source in sources]
     strides = tuple(source.stride(0) for source in sources)
-    block = triton.next_power_of_2(c)
     _mix_backward[(programs,)](
         grad,
         grad.stride(0),
@@ -69,7 +69,17 @@ def backward(
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    return max(1, min(16, block // 256))
+
+
+@triton.jit
+def _add_two(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add_three(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
 
 
 @triton.jit
@@ -85,7 +95,8 @@ def _mix_forward(
     mixed = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(W):
         v = tl.load(sources[i] + row * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
-        logit = tl.sum(v * u) * tl.rsqrt(tl.sum(v * v) / channels + eps)
+        dot, square = tl.reduce((v * u, v * v), 0, _add_two)
+        logit = dot * tl.rsqrt(square / channels + eps)
         new_top = tl.maximum(top, logit)
         fade = tl.exp(top - new_top)
         weight = tl.exp(logit - new_top)
@@ -121,16 +132,19 @@ def _mix_backward(
         g = tl.load(grad + at * grad_stride + channel, mask=inside, other=0.0).to(tl.float32)
         lse = tl.load(logsum + at)
         inner = 0.0  # gradient . output
+        sums = ()
         for i in tl.static_range(W):
             v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
-            logit = tl.sum(v * u) * tl.rsqrt(tl.sum(v * v) / channels + eps)
-            inner += tl.exp(logit - lse) * tl.sum(v * g)
-        for i in tl.static_range(W):
-            v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(v * v) / channels + eps)
-            dot = tl.sum(v * u)
+            # one reduction of three sums: a third of the barriers
+            dot, square, along_grad = tl.reduce((v * u, v * v, v * g), 0, _add_three)
+            scale = tl.rsqrt(square / channels + eps)
             weight = tl.exp(dot * scale - lse)
-            grad_logit = weight * (tl.sum(v * g) - inner)
+            inner += weight * along_grad
+            sums = sums + ((dot, scale, weight, along_grad),)  # noqa: RUF005 - Triton has no unpacking
+        for i in tl.static_range(W):
+            v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
+            dot, scale, weight, along_grad = sums[i]
+            grad_logit = weight * (along_grad - inner)
             along = grad_logit * scale
             across = grad_logit * dot * scale * scale * scale / channels
             grad_u += along * v

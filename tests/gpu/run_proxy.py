@@ -2,8 +2,8 @@
 
     python tests/gpu/run_proxy.py [override ...]
 
-Two inputs: one document of random ids over the whole vocabulary, and packed documents of the corpus. Routing
-is natural, as the new model's router happens to choose. Medians of 10 after 3 warm-ups.
+Inputs: one and two documents of random ids over the whole vocabulary, and packed documents of the corpus.
+Routing is natural, as the new model's router happens to choose. Medians of 10 after 3 warm-ups.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def timed(run: Callable[[int], Any], tokens: int) -> str:
 
 
 def waits(run: Callable[[], Any]) -> Counter[str]:
-    """Where the host waited for the device, by source line."""
+    """Where the host waited for the device, and other warnings, by source line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -74,22 +74,21 @@ def profile(title: str, run: Callable[[], Any], rows: int = 22) -> None:
         print(f"{ms:8.2f} ms {100 * ms / total:5.1f}% {e.count:5d}x  {e.key[:110]}")
 
 
-def one_document(setup: Any, vocabulary: int) -> Any:
-    """8,192 random ids as one document."""
+def random_documents(n: int, documents: int, vocabulary: int) -> Any:
+    """Documents of n random ids each."""
     import numpy as np
 
     from k3train.data.batch import MicroBatch
 
-    n = setup.plan.stage.context_tokens
-    tokens = np.random.default_rng(0).integers(0, vocabulary, n + 2).astype(np.int32)
-    labels, labels_mtp = tokens[1:-1].copy(), tokens[2:].copy()
-    labels[-1] = labels_mtp[-2:] = -100
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (documents, n + 2)).astype(np.int32)
+    labels, labels_mtp = tokens[:, 1:-1].copy(), tokens[:, 2:].copy()
+    labels[:, -1] = labels_mtp[:, -2:] = -100
     return MicroBatch(
-        tokens=tokens[:-2],
-        labels=labels,
-        labels_mtp=labels_mtp,
-        cu_seqlens=np.array([0, n], np.int32),
-        valid=np.ones(n, bool),
+        tokens=tokens[:, :-2].ravel(),
+        labels=labels.ravel(),
+        labels_mtp=labels_mtp.ravel(),
+        cu_seqlens=np.arange(0, documents * n + 1, n, dtype=np.int32),
+        valid=np.ones(documents * n, bool),
         documents=[],
     )
 
@@ -119,9 +118,8 @@ def main(overrides: list[str]) -> None:
           f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB with optimizer state", flush=True)  # fmt: skip
     print(describe_kernels(run.model, 1, device), flush=True)
 
-    document = to_device(one_document(setup, run.model.vocab_size), device=device)
+    document, two = (to_device(random_documents(n, k, run.model.vocab_size), device=device) for k in (1, 2))
     packed = [setup.data.micro_batch(i, dp_rank=0, dp_size=1, index=0) for i in range(WARM_UPS + TIMED)]
-    on_device = [to_device(batch, device=device) for batch in packed]
 
     def forward_backward(batch: Any) -> None:
         with chunk.no_sync():
@@ -136,24 +134,25 @@ def main(overrides: list[str]) -> None:
     )
     lines = [f"one document, forward + backward: {timed(lambda i: forward_backward(document), n)}"]
     lines.append(f"  peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    lines.append(f"two documents, forward + backward: {timed(lambda i: forward_backward(two), 2 * n)}")
+    lines.append(f"  peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     print(*lines, sep="\n", flush=True)
-    profile("one document, forward + backward", lambda: forward_backward(document))
-    print("waits in one document:", dict(waits(lambda: forward_backward(document))), flush=True)
+    profile("one document, forward + backward", lambda: forward_backward(document), rows=32)
+    print("warnings in one document:", dict(waits(lambda: forward_backward(document))), flush=True)
 
     zero_gradients(setup)
-    segments = [len(batch.cu_seqlens) - 1 for batch in packed]
-    lines.append(f"packed ({min(segments)} to {max(segments)} documents), forward + backward: "
-                 f"{timed(lambda i: forward_backward(on_device[i]), n)}")  # fmt: skip
     losses = []
 
     def step(i: int) -> None:
         losses.append(train_step(setup, progress, [packed[i]], wants_stop=False).loss)
 
-    lines.append(f"packed, whole step with optimizer: {timed(step, n)}")
+    segments = [len(batch.cu_seqlens) - 1 for batch in packed]
+    title = f"packed ({min(segments)} to {max(segments)} documents)"
+    lines.append(f"{title}, whole step with optimizer: {timed(step, n)}")
     lines.append(f"  peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     lines.append(f"  losses {losses[0]:.3f} to {losses[-1]:.3f}")
     profile("packed, whole step", lambda: step(0))
-    print("waits in a whole step:", dict(waits(lambda: step(1))))
+    print("warnings in a whole step:", dict(waits(lambda: step(1))))
     print("", *lines, sep="\n", flush=True)
 
 
