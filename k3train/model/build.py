@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from k3train.config import schema
 from k3train.model.config import K3Config
 from k3train.model.model import K3Model
+from k3train.model.payload import BlockCache
 from k3train.parallel.groups import Groups
-from k3train.parallel.layout import Layout, chunk_layers
+from k3train.parallel.layout import Layout
 
 
 def build_model(
@@ -24,11 +25,9 @@ def build_model(
     On the meta device parameters have shapes and dtypes but no storage, which suits counting.
     """
     assert config.k3 is model
+    cache = BlockCache(layout.vp)
     with _Allocate(device):
-        chunks = [
-            K3Model(config, layout, chunk_layers(layout, groups.pp_rank, chunk), chunk, groups.pg)
-            for chunk in range(layout.vp)
-        ]
+        chunks = [K3Model(config, layout, chunk, cache, groups.pg) for chunk in range(layout.vp)]
     if chunks[0].share_embeddings_and_output_weights:
         _share_embedding(chunks, layout, groups, device)
     return chunks

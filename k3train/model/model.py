@@ -21,9 +21,9 @@ from k3train.model.config import K3Config
 from k3train.model.head import OutputHead
 from k3train.model.mtp import MtpLayer
 from k3train.model.norm import RmsNorm
-from k3train.model.payload import payload_shape
+from k3train.model.payload import BlockCache, make_payload
 from k3train.model.recompute import run_layer
-from k3train.parallel.layout import Layout
+from k3train.parallel.layout import Layout, chunk_layers
 
 
 class K3Model(MegatronModule):
@@ -37,14 +37,16 @@ class K3Model(MegatronModule):
     config: K3Config
 
     def __init__(
-        self, config: K3Config, layout: Layout, layers: range, chunk: int, pg_collection: Any
+        self, config: K3Config, layout: Layout, chunk: int, cache: BlockCache, pg_collection: Any
     ) -> None:
         super().__init__(config)
         self.tp_group = pg_collection.tp
         self.vp_stage = chunk if layout.vp > 1 else None
         self.model_type = ModelType.encoder_or_decoder
-        self.payload = payload_shape(config, layout)
-        self.layer_range = layers
+        pp_rank = pg_collection.pp.rank()
+        layers = chunk_layers(layout, pp_rank, chunk)
+        self.payload = make_payload(config, layout, chunk * layout.pp + pp_rank)
+        self.chunk, self.cache = chunk, cache
         self.pre_process = layers.start == 0
         self.post_process = layers.stop == config.k3.num_layers
         with_mtp = config.k3.mtp.num_layers > 0
@@ -86,15 +88,18 @@ class K3Model(MegatronModule):
         included), or logits [1, n/cp, vocabulary] when there are no labels. Other chunks return the payload
         for the next one, [n/(tp*cp), 1, payload width].
         """
+        kept = self.cache.take(self.chunk)
         if self.pre_process:
             sources: tuple[Tensor, ...] = (self._embed(tokens),)
         else:
             assert self._payload_in is not None, "set_input_tensor was not called"
-            sources = self.payload.unpack(self._payload_in, self.layer_range.start)
+            sources = self.payload.unpack(self._payload_in, kept)
             self._payload_in = None
         sources = self.layers(sources, packing)
         if not self.post_process:
-            return self.payload.pack(sources, self.layer_range.stop)
+            payload = self.payload.pack(sources, kept)
+            self.cache.leave(self.chunk, kept)
+            return payload
         hidden = self.output_mix(sources)
         out = self.output_head(self.final_norm(hidden), labels)
         if labels is None or labels_mtp is None or self.config.k3.mtp.num_layers == 0:

@@ -13,6 +13,7 @@ from k3train.kernels.describe import describe_kernels
 from k3train.monitor.meter import Meter
 from k3train.monitor.monitor import open_monitor
 from k3train.monitor.record import EvalRecord, StepRecord
+from k3train.plan.borders import pipeline_bytes
 from k3train.train.evaluate import HeldoutLoss
 from k3train.train.progress import Progress
 from k3train.train.setup import StageSetup
@@ -40,6 +41,9 @@ class Report:
             context_tokens=stage.context_tokens,
             batch_tokens=stage.batch_tokens,
             layout=degrees,
+            pipeline=pipeline_bytes(
+                setup.run.model, layout, stage.context_tokens * stage.micro_batch_sequences
+            ),
             loaded=None if latest is None else str(latest),
         )
         kernels = describe_kernels(setup.run.model, layout.cp, setup.device)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from k3train.config import schema
+from k3train.parallel.layout import make_layout
+from k3train.plan.borders import pipeline_bytes
 from tests import model_step
 from tests.model_step import make_micro
 from tests.parity.test_model import MODEL
@@ -107,3 +109,27 @@ def test_without_mtp_the_last_pipeline_rank_holds_no_embedding():
 
 def _names(rank: int, model: schema.Model):
     return [name for name, _ in model_step.build(model, {"pp": 2}, None)[0][0].named_parameters()]
+
+
+def _sent_bytes(rank: int, layout: dict) -> int:
+    """Bytes of activations and gradients that this rank sends to pipeline neighbours in one step."""
+    chunks, groups = model_step.build(SIX, layout, None)
+    total, send = 0, torch.distributed.isend
+
+    def counted(tensor, *args, **kwargs):
+        nonlocal total
+        total += tensor.nbytes
+        return send(tensor, *args, **kwargs)
+
+    torch.distributed.isend = counted  # this process ends with the test
+    model_step.train_step(chunks, MICROS, groups)
+    return total
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "vp": 2}, {"pp": 2, "vp": 3, "tp": 2}], ids=str)
+def test_ranks_send_the_bytes_that_the_arithmetic_says(layout):
+    world = layout["pp"] * layout.get("tp", 1)
+    made = make_layout(SIX, schema.Parallel(**layout), world)
+    message = pipeline_bytes(SIX, made, 40)["message_bytes"]
+    passes = 2 * len(MICROS) * (len(made.pipeline_split) - 1)  # over each border, forward and backward
+    assert sum(run_ranks(world, _sent_bytes, layout)) == passes * made.tp * message

@@ -33,7 +33,9 @@ def test_one_rank_learns_through_both_stages(tmp_path: Path) -> None:
 def test_two_ranks_hand_over_from_data_to_context_parallel(tmp_path: Path) -> None:
     run = make_run(tmp_path, ranks=2)
     assert train_run(run) == [0, 0]
-    starts = [e["detail"]["layout"] for e in records(run, "event") if e["event"] == "stage_start"]
+    started = [e["detail"] for e in records(run, "event") if e["event"] == "stage_start"]
+    assert [e["pipeline"]["message_bytes"] for e in started] == [0, 0]
+    starts = [e["layout"] for e in started]
     assert [(layout["dp"], layout["cp"]) for layout in starts] == [(2, 1), (1, 2)]
     alone = make_run(tmp_path, dir=str(tmp_path / "alone"))
     assert train_run(alone) == [0]

@@ -1,4 +1,4 @@
-"""The pipeline payload: its width at every border and the contract that its two ends keep."""
+"""The pipeline payload: the contract that the two ends of a border keep, and the way back of gradients."""
 
 from __future__ import annotations
 
@@ -7,69 +7,89 @@ import torch
 
 from k3train.config import schema
 from k3train.model.config import make_config
-from k3train.model.payload import num_sources, payload_shape, schedule_config
+from k3train.model.payload import BlockCache, Kept, Payload, make_payload, schedule_config
 from k3train.parallel.layout import make_layout
 
-
-def _sources_by_the_rule(block_layers: int, done: int) -> int:
-    """Spec 4.2: a layer with l % block_layers == 0 banks the prefix; the new prefix is one more source."""
-    bank = sum(1 for layer in range(done) if layer % block_layers == 0)
-    return bank + 1
+HIDDEN = 4
 
 
-@pytest.mark.parametrize("block_layers", [1, 2, 3, 12])
-def test_number_of_sources_follows_the_blocks(block_layers):
-    for done in range(94):
-        assert num_sources(block_layers, done) == _sources_by_the_rule(block_layers, done)
-
-
-def test_kimi_k3_mixes_nine_sources_at_the_end():
-    assert num_sources(12, 93) == 9
-
-
-def _shape(num_layers: int, **degrees):
-    model = schema.Model(num_layers=num_layers, hidden_size=4, attn_res=schema.AttnRes(block_layers=2))
+def payloads(num_layers: int, **degrees) -> tuple[list[Payload], int]:
+    model = schema.Model(num_layers=num_layers, hidden_size=HIDDEN, attn_res=schema.AttnRes(block_layers=2))
     parallel = schema.Parallel(**degrees)
     layout = make_layout(model, parallel, degrees.get("pp", 1))
-    return payload_shape(make_config(model, parallel, layout), layout), layout
+    config = make_config(model, parallel, layout)
+    return [make_payload(config, layout, i) for i in range(len(layout.pipeline_split))], layout.pp
+
+
+def new_blocks(payload: Payload) -> int:
+    """Blocks that the chunk finishes itself."""
+    assert payload.after is not None
+    return payload.after.sources - (payload.before.sources if payload.before else 1)
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"pp": 2}, {"pp": 4}, {"pp": 2, "vp": 3}, {"pipeline_split": [1, 5], "pp": 2}]
+    ("layers", "degrees"),
+    [
+        (6, {"pp": 2}),
+        (6, {"pp": 4, "pipeline_split": [2, 1, 2, 1]}),
+        (6, {"pp": 2, "vp": 3}),
+        (8, {"pp": 4, "vp": 2}),
+    ],
 )
-def test_both_ends_of_every_border_agree(degrees):
-    shape, layout = _shape(6, **degrees)
-    widest = 0
-    for border in range(1, len(layout.pipeline_split)):
-        done = sum(layout.pipeline_split[:border])
-        sources = tuple(torch.randn(3, 1, 4) for _ in range(num_sources(2, done)))
-        payload = shape.pack(sources, done)
-        assert payload.shape == (3, 1, shape.width * 4)
-        assert payload._base is None  # schedules free the storage after sending
-        for a, b in zip(shape.unpack(payload, done), sources, strict=True):
-            torch.testing.assert_close(a, b)
-        widest = max(widest, len(sources))
-    assert shape.width == widest
+def test_sources_and_their_gradients_cross_every_border_once(layers, degrees) -> None:
+    """Each chunk reads every source with a weight of its own and adds blocks; compare with one graph."""
+    chain, pp = payloads(layers, **degrees)
+    vp = len(chain) // pp
+    caches = [BlockCache(vp) for _ in range(pp)]
+    start = torch.randn(3, 1, HIDDEN, requires_grad=True)
+
+    def run(sources: tuple, position: int) -> tuple:
+        mixed = sum(torch.tanh((i + 2.0) * (position + 1.0) * source) for i, source in enumerate(sources))
+        return (*sources, *(mixed * (k + 1) for k in range(new_blocks(chain[position]))))
+
+    whole = (start,)
+    for position in range(len(chain) - 1):
+        whole = run(whole, position)
+    (want,) = torch.autograd.grad(sum((source**2).sum() for source in whole), start)
+
+    received, sent = [], []
+    sources: tuple = (start,)
+    for position, payload in enumerate(chain):
+        cache, chunk = caches[position % pp], position // pp
+        kept = cache.take(chunk)
+        if position > 0:
+            received.append(sent[-1].detach().requires_grad_())
+            sources = payload.unpack(received[-1], kept)
+        if position < len(chain) - 1:
+            sent.append(payload.pack(run(sources, position), kept))
+            cache.leave(chunk, kept)
+            assert sent[-1].shape == (3, 1, payload.width * HIDDEN)
+            assert sent[-1]._base is None  # schedules free the storage after sending
+    loss = sum((source**2).sum() for source in sources)
+    for source, other in zip(sources, whole, strict=True):
+        torch.testing.assert_close(source, other)
+    loss.backward()
+    for message, source in zip(reversed(sent), reversed(received), strict=True):
+        message.backward(source.grad)
+    torch.testing.assert_close(start.grad, want)
+    assert not any(queue for cache in caches for queue in cache._waiting)
 
 
-def test_a_payload_of_another_width_is_refused_at_the_border_that_sees_it():
-    shape, _ = _shape(6, pp=2)
-    with pytest.raises(AssertionError, match="before layer 3; this rank expects 3 sources of 4"):
-        shape.unpack(torch.zeros(3, 1, 8), 3)
+def test_a_payload_of_another_width_is_refused() -> None:
+    (first, second), _ = payloads(6, pp=2)
+    with pytest.raises(AssertionError, match="this rank expects 3 sources of 4"):
+        second.unpack(torch.zeros(3, 1, 8), Kept())
     with pytest.raises(AssertionError):
-        shape.pack((torch.zeros(3, 1, 4),), 3)
+        first.pack((torch.zeros(3, 1, 4),), Kept())
 
 
-def test_gradients_return_to_the_sources():
-    shape, _ = _shape(6, pp=2)
-    sources = tuple(torch.randn(3, 1, 4, requires_grad=True) for _ in range(3))
-    received = shape.unpack(shape.pack(sources, 3), 3)
-    sum((i + 1) * r.sum() for i, r in enumerate(received)).backward()
-    for i, source in enumerate(sources):
-        torch.testing.assert_close(source.grad, torch.full_like(source, i + 1.0))
+def test_a_visit_without_the_blocks_of_the_visit_before_is_refused() -> None:
+    chain, _ = payloads(6, pp=2, vp=3)
+    with pytest.raises(AssertionError, match="known=1"):
+        chain[2].unpack(torch.zeros(3, 1, chain[2].width * HIDDEN), Kept())
 
 
-def test_only_the_schedules_see_the_wide_hidden_size():
+def test_only_the_schedules_see_the_wide_hidden_size() -> None:
     model = schema.Model(num_layers=6, hidden_size=128)
     parallel = schema.Parallel(pp=2)
     layout = make_layout(model, parallel, 2)
