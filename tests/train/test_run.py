@@ -7,9 +7,11 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 from k3train.config.schema import Run
+from k3train.monitor.metrics_file import METRICS
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.runs import losses, make_run, records, train_rank, train_run
 
@@ -66,8 +68,13 @@ def test_killed_at_random_moments_it_repeats_the_uninterrupted_run_bit_for_bit(t
 
 
 def _train_until_asked(rank: int, run: Run) -> int:
+    def ask() -> None:
+        while not (Path(run.dir) / METRICS).exists() or len(records(run, "step")) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     if rank == 1:
-        threading.Timer(3.0, signal.raise_signal, (signal.SIGTERM,)).start()
+        threading.Thread(target=ask, daemon=True).start()
     return train_rank(rank, run)
 
 
