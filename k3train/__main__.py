@@ -46,7 +46,7 @@ def show(arguments: list[str]) -> int:
 
     from k3train.config.compose import compose, load_resolved
     from k3train.config.show import print_differences, print_tree
-    from k3train.plan.summary import print_parameters, print_stages
+    from k3train.plan.summary import print_parameters, print_splits, print_stages
 
     parser = _composing("show", show)
     parser.add_argument("--run", metavar="FILE", help="a resolved run.yaml, instead of composing")
@@ -61,6 +61,7 @@ def show(arguments: list[str]) -> int:
     else:
         print_tree(run, base, console)
         print_stages(run, console)
+        print_splits(run, console)
         print_parameters(run, console)
     return DONE
 

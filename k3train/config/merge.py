@@ -10,8 +10,8 @@ from k3train.config.schema import Parallel, Run, StageParallel
 def stage_parallel(parallel: Parallel, override: StageParallel) -> Parallel:
     """Degrees that hold in one stage.
 
-    A stage that changes pp or vp without giving a pipeline_split gets the even split: the run's split was
-    made for other chunks.
+    A stage that changes pp or vp without giving a pipeline_split gets none: the run's was made for other
+    chunks.
     """
     changes = {
         field.name: getattr(override, field.name)

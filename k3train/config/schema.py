@@ -198,7 +198,7 @@ class Parallel:
     etp: int = 1
     """Tensor parallel inside experts."""
     pipeline_split: list[int] | None = None
-    """Decoder layers of each chunk in pipeline order (pp*vp numbers); None splits evenly."""
+    """Decoder layers of each chunk in pipeline order (pp*vp numbers); None splits by cost at the context."""
     recompute: Recompute = Recompute.none
     dispatcher: Dispatcher = Dispatcher.alltoall
 

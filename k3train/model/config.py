@@ -28,6 +28,20 @@ class K3Config(TransformerConfig):
     recompute: schema.Recompute = schema.Recompute.none
     """What the backward pass of K3Block computes again."""
 
+    def __post_init__(self) -> None:
+        """Refuse, with ValueError, what megatron-core would run and get wrong without a word."""
+        super().__post_init__()
+        if self.virtual_pipeline_model_parallel_size is not None and self.batch_p2p_comm:
+            raise ValueError(
+                "batch_p2p_comm with virtual pipeline chunks mixes up messages between two pipeline ranks, "
+                "each of which is the other's both neighbours: set overlap_p2p_comm in its place"
+            )
+        if not self.calculate_per_token_loss:
+            raise ValueError(
+                "without calculate_per_token_loss each micro-batch and context-parallel share weighs the "
+                "same, however few loss tokens it has: set calculate_per_token_loss"
+            )
+
 
 def params_dtype(model: schema.Model) -> torch.dtype:
     """Dtype of matrices and activations; small fp32 parameters are listed in the modules that own them."""

@@ -132,15 +132,25 @@ def train_flops_per_token(model: Model, context: int) -> float:
     is 2 and the backward is twice the forward. Left out: recomputation, norms, activations and the mix of
     attention residuals, which are bound by memory. In shorter documents MLA does less than this.
     """
-    head = 2 * model.vocab_size * model.hidden_size
-    forward = sum(_layer_flops(model, layer, context) for layer in range(model.num_layers)) + head
+    forward = sum(layer_flops(model, layer, context) for layer in range(model.num_layers)) + head_flops(model)
     if model.mtp.num_layers:
-        attention = 2 * mla_parameters(model) + _mla_core_flops(model, context)
-        forward += attention + _moe_flops(model) + 2 * 2 * model.hidden_size**2 + head
+        forward += mtp_layer_flops(model, context) + head_flops(model)
     return 3.0 * forward
 
 
-def _layer_flops(model: Model, layer: int, context: int) -> float:
+def head_flops(model: Model) -> float:
+    """Forward FLOPs of one token in the output head."""
+    return 2.0 * model.vocab_size * model.hidden_size
+
+
+def mtp_layer_flops(model: Model, context: int) -> float:
+    """Forward FLOPs of one token in the MTP layer, without the output head that it shares."""
+    attention = 2 * mla_parameters(model) + _mla_core_flops(model, context)
+    return attention + _moe_flops(model) + 2 * 2 * model.hidden_size**2
+
+
+def layer_flops(model: Model, layer: int, context: int) -> float:
+    """Forward FLOPs of one token in decoder layer ``layer``, as ``train_flops_per_token`` counts them."""
     if is_mla(model, layer):
         attention = 2 * mla_parameters(model) + _mla_core_flops(model, context)
     else:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from k3train.config.merge import stage_parallel, world_size
+from k3train.config.merge import world_size
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table, total_tokens
 from k3train.parallel.layout import Layout, make_layout
 from k3train.plan.counts import count_parameters
+from k3train.plan.split import imbalance, resolved_parallel
 
 
 def one_line(run: Run) -> str:
@@ -33,7 +34,7 @@ def print_stages(run: Run, console: Console) -> None:
     table.add_column("layout", no_wrap=True)
     for plan in stage_table(run):
         stage = plan.stage
-        layout = make_layout(run.model, stage_parallel(run.parallel, stage.parallel), world_size(run))
+        layout = make_layout(run.model, resolved_parallel(run, stage), world_size(run))
         table.add_row(
             plan.name,
             f"{stage.context_tokens:,}",
@@ -45,6 +46,21 @@ def print_stages(run: Run, console: Console) -> None:
             describe(layout),
         )
     console.print(table)
+
+
+def print_splits(run: Run, console: Console) -> None:
+    """Decoder layers of each pipeline chunk in each stage that has several, and the work's imbalance.
+
+    Imbalance is the most expensive chunk over the mean, in FLOPs at the stage's context.
+    """
+    for plan in stage_table(run):
+        parallel = resolved_parallel(run, plan.stage)
+        if parallel.pipeline_split and len(parallel.pipeline_split) > 1:
+            factor = imbalance(
+                run.model, parallel.pipeline_split, plan.stage.context_tokens, parallel.recompute
+            )
+            split = " ".join(str(layers) for layers in parallel.pipeline_split)
+            console.print(f"pipeline {plan.name}: {split} layers, imbalance {factor:.3f}", soft_wrap=True)
 
 
 def print_parameters(run: Run, console: Console) -> None:

@@ -22,7 +22,8 @@ from k3train.model.config import K3Config, make_config
 from k3train.model.payload import schedule_config
 from k3train.optim.build import build_optimizer
 from k3train.parallel.groups import Groups, start_groups, stop_groups
-from k3train.parallel.layout import make_layout, stage_parallel
+from k3train.parallel.layout import make_layout
+from k3train.plan.split import resolved_parallel
 from k3train.train.progress import Progress
 
 
@@ -55,7 +56,7 @@ def build_stage(
     Weights are initialised from the run's seed; ``k3train.checkpoint`` replaces them when there is something
     to load.
     """
-    parallel = stage_parallel(run.parallel, plan.stage.parallel)
+    parallel = resolved_parallel(run, plan.stage)
     layout = make_layout(run.model, parallel, run.cluster.nodes * run.cluster.ranks_per_node)
     groups = start_groups(layout, seed=run.seed, timeout_seconds=run.cluster.collective_timeout_seconds)
     config = make_config(run.model, parallel, layout)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from k3train.config import schema
@@ -36,3 +38,16 @@ def test_initial_matrices_have_the_configured_standard_deviation():
 def test_uneven_pipelines_are_accepted():
     config = make_config(schema.Model(num_layers=5), schema.Parallel(), layout(pp=2, vp=2))
     assert config.num_layers == 5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes", "words"),
+    [
+        ({"pp": 2, "vp": 2}, {"batch_p2p_comm": True, "overlap_p2p_comm": False}, "mixes up messages"),
+        ({"cp": 2}, {"calculate_per_token_loss": False}, "however few loss tokens"),
+    ],
+)
+def test_what_megatron_core_gets_wrong_silently_is_refused(degrees, changes, words):
+    config = make_config(schema.Model(), schema.Parallel(), layout(**degrees))
+    with pytest.raises(ValueError, match=words):
+        replace(config, **changes)
