@@ -20,13 +20,16 @@ from k3train.kernels import cross_entropy, gated_norm, short_conv
 from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm
 
 torch.manual_seed(0)
+triton_conv._TILES = 2
 errors = {}
 
 
 def compare(name, got, want):
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         b = b.detach().double()
-        errors[f"{name} {i}"] = float((a.double() - b).norm() / b.norm())
+        # the interpreter cuts to bf16 where a GPU rounds: 2^-7 at most
+        allowed = 2**-7 if a.dtype is torch.bfloat16 else 1e-5
+        errors[f"{name} {i}"] = float((a.double() - b).norm() / b.norm()) / allowed
 
 
 def bf16(*shape):
@@ -34,7 +37,7 @@ def bf16(*shape):
 
 
 for b, t, c, taps, borders in [
-    (1, 300, 140, 4, (0, 1, 2, 65, 66, 200, 300)), (2, 70, 129, 4, None),
+    (1, 70, 66, 4, (0, 1, 2, 33, 34, 70)), (2, 35, 3, 4, None),
     (1, 3, 64, 4, None), (1, 40, 64, 1, None),
 ]:
     x, grad, weight = bf16(b, t, c), bf16(b, t, c), torch.randn(c, taps)
@@ -77,5 +80,4 @@ def test_kernels_equal_plain_torch() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
     assert len(errors) == 20, errors
-    # bf16 results carry its rounding, 2^-9 at most and about 3e-3 as a norm; fp32 sums do not.
-    assert {name: e for name, e in errors.items() if not e < 4e-3} == {}
+    assert {name: e for name, e in errors.items() if not e < 1} == {}
