@@ -17,7 +17,8 @@ def line(record: Record) -> str:
             how = f"{record.predicted_tokens} tokens, {record.seconds:.1f} s"
             return f"eval  {record.stage} step {record.step} {where}: loss {record.loss:.4f} ({how})"
         case EventRecord():
-            detail = " ".join(f"{key}={value}" for key, value in record.detail.items())
+            told = ((key, _brief(value)) for key, value in record.detail.items())
+            detail = " ".join(f"{key}={value}" for key, value in told if value)
             return (
                 f"event {record.event} at step {record.step}, {count(record.tokens)} tokens {detail}".rstrip()
             )
@@ -55,6 +56,13 @@ def duration(seconds: float | None) -> str:
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def _brief(value: object) -> str:
+    """A detail as one word: of a mapping what is more than one, such as dp2,ep2; nothing for what is absent."""
+    if isinstance(value, dict):
+        return ",".join(f"{key}{each}" for key, each in value.items() if isinstance(each, int) and each > 1)
+    return "" if value is None else str(value)
 
 
 def _step_line(record: StepRecord) -> str:

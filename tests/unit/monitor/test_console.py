@@ -65,6 +65,10 @@ def test_evaluations_and_events() -> None:
     assert line(record) == "eval  one step 3 books at 64 tokens: loss 2.5000 (99 tokens, 1.2 s)"
     event = EventRecord(step=3, tokens=30_000, event="checkpoint", detail={"path": "step_00000003"})
     assert line(event) == "event checkpoint at step 3, 30.0k tokens path=step_00000003"
+    start = replace(
+        event, event="stage_start", detail={"layout": {"dp": 2, "tp": 1, "ep": 2}, "loaded": None}
+    )
+    assert line(start) == "event stage_start at step 3, 30.0k tokens layout=dp2,ep2"
 
 
 def test_only_due_steps_are_printed_but_never_lose_a_skip() -> None:
