@@ -59,7 +59,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _brief(value: object) -> str:
-    """A detail as one word: of a mapping what is more than one, such as dp2,ep2; nothing for what is absent."""
+    """A detail as one word: of a mapping what exceeds one, such as dp2,ep2; nothing for what is absent."""
     if isinstance(value, dict):
         return ",".join(f"{key}{each}" for key, each in value.items() if isinstance(each, int) and each > 1)
     return "" if value is None else str(value)
