@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.problems import BadInput, ConfigError, ConfigProblem, Unavailable
 
-DONE, BAD_INPUT, ENVIRONMENT = 0, 2, 3
+DONE, UNEXPECTED, BAD_INPUT, ENVIRONMENT, STOPPED = 0, 1, 2, 3, 75
 
 
 def train(arguments: list[str]) -> int:
@@ -24,19 +26,16 @@ def train(arguments: list[str]) -> int:
         rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
     from k3train.checkpoint.folder import committed
-    from k3train.data.corpus import CorpusError
     from k3train.data.preflight import check_data
+    from k3train.train.claim import claimed
     from k3train.train.launch import launch
 
-    try:
-        check_data(run)
-    except CorpusError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+    check_data(run)
     resolved = Path(run.dir) / "run.yaml"
-    trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
-    for difference in settle(run, resolved, trained_steps=trained):
-        print(f"changed since the last start: {difference}", flush=True)
+    with claimed(run):  # rank 0 claims it again for as long as it trains
+        trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
+        for difference in settle(run, resolved, trained_steps=trained):
+            print(f"changed since the last start: {difference}", flush=True)
     return launch(run, resolved)
 
 
@@ -86,13 +85,9 @@ def data(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from rich import print as pretty
 
-    from k3train.data.corpus import CorpusError, read_manifest, verify
+    from k3train.data.corpus import read_manifest, verify
 
-    try:
-        pretty((verify if options.action == "verify" else read_manifest)(Path(options.what)))
-    except (CorpusError, OSError) as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+    pretty((verify if options.action == "verify" else read_manifest)(Path(options.what)))
     return DONE
 
 
@@ -105,6 +100,14 @@ def sample(arguments: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if any("\ud800" <= letter <= "\udfff" for letter in options.prompt):
+        parser.error("argument --prompt: is not UTF-8; give text")
+    if options.tokens < 0:
+        parser.error(f"argument --tokens: {options.tokens} is negative; use 0 or more")
+    if not 0 <= options.temperature < float("inf"):
+        parser.error(f"argument --temperature: {options.temperature} is not a temperature; use 0 or more")
+    if not 0 <= options.seed < 2**32:
+        parser.error(f"argument --seed: {options.seed} is out of range; use 0 to {2**32 - 1}")
     from k3train.train.sample import sample as write
 
     how = {"prompt": options.prompt, "temperature": options.temperature, "seed": options.seed}
@@ -122,11 +125,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("verb", choices=VERBS, metavar="verb", help="see 'k3train VERB --help'")
     given = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows the rest
     try:
-        return VERBS[parser.parse_args(given[:1]).verb](given[1:])
-    except (ConfigError, OSError) as error:
+        code = VERBS[parser.parse_args(given[:1]).verb](given[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return UNEXPECTED
+    except (Unavailable, BadInput) as error:
         print(error, file=sys.stderr)
-        return BAD_INPUT if isinstance(error, (ConfigError, FileNotFoundError)) else ENVIRONMENT
+        return ENVIRONMENT if isinstance(error, Unavailable) else BAD_INPUT
+    except OSError as error:
+        print(f"{error.filename or 'the output cannot be written'}: {error.strerror}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, FileNotFoundError) else ENVIRONMENT
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return STOPPED
+    return code
 
 
 def _parser(name: str, verb: Callable[[list[str]], int]) -> argparse.ArgumentParser:

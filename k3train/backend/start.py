@@ -15,18 +15,19 @@ import torch
 import torch.distributed as dist
 
 from k3train.backend import cpu_bridge, mcore_fixes
+from k3train.config.problems import Unavailable
 from k3train.config.schema import Device
 
 
 def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.device:
     """Choose the device of this process and prepare megatron-core for it; call it before importing megatron.
 
-    With a GPU the device is ``cuda:LOCAL_RANK``. Raises RuntimeError when ``device=cuda`` finds no GPU.
+    With a GPU the device is ``cuda:LOCAL_RANK``. Raises Unavailable when ``device=cuda`` finds no GPU.
     """
     _quiet_libraries()
     use_cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     if use_cuda and not torch.cuda.is_available():
-        raise RuntimeError("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")
+        raise Unavailable("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")
     if use_cuda:
         # One hardware queue keeps the order of communication and compute that megatron-core relies on.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

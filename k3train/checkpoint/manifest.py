@@ -14,6 +14,8 @@ from pathlib import Path
 
 import xxhash
 
+from k3train.config.problems import BadInput, Unavailable
+
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 """Version of the folder's format; a reader refuses a newer one."""
@@ -24,8 +26,12 @@ PART = ".part"
 _READ_BYTES = 1 << 23
 
 
-class CheckpointError(Exception):
+class CheckpointError(BadInput):
     """A checkpoint cannot be written or read; the message names the file, what is wrong and what to do."""
+
+
+class CheckpointNotWritten(CheckpointError, Unavailable):
+    """A checkpoint could not be written; the older ones are as they were."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from k3train.checkpoint.agree import every_rank, on_first_rank, rank
 from k3train.checkpoint.folder import LATEST, prune, scratch_name, step_name, verify
 from k3train.checkpoint.manifest import (
     CheckpointError,
+    CheckpointNotWritten,
     FileEntry,
     Manifest,
     check_sizes,
@@ -57,8 +58,8 @@ def save_checkpoint(
     to continue. The folder is written under a temporary name, every file is read back and digested by the
     rank that wrote it, and only then renamed; afterwards all but the newest ``keep`` complete checkpoints and
     the milestones are deleted. When a good checkpoint of the same state exists, nothing is written again.
-    Raises CheckpointError on every rank when any rank fails; older checkpoints are then untouched. Every rank
-    of the world must call this.
+    Raises CheckpointNotWritten on every rank when any rank fails; older checkpoints are then untouched.
+    Every rank of the world must call this.
     """
     step = train_state["step"]
     final = directory / step_name(step)
@@ -77,7 +78,7 @@ def save_checkpoint(
     except CheckpointError as error:
         on_first_rank(lambda: shutil.rmtree(scratch, ignore_errors=True))
         free = shutil.disk_usage(directory).free
-        raise CheckpointError(
+        raise CheckpointNotWritten(
             f"checkpoint {final.name} was not written: {error} "
             f"({free / 2**30:.2f} GiB are free in {directory}; older checkpoints are untouched)"
         ) from error

@@ -63,16 +63,25 @@ def settle(run: Run, path: Path, *, trained_steps: int = 0) -> list[Difference]:
     except FileExistsError:
         identity, tunable = compare(load_resolved(path), run, trained_steps=trained_steps)
         if identity:
-            raise ConfigError([_identity_problem(difference, path) for difference in identity]) from None
+            raise ConfigError(identity_problems(identity, path.parent)) from None
         replace_resolved(run, path)
         return tunable
     return []
 
 
-def _identity_problem(difference: Difference, path: Path) -> ConfigProblem:
-    rule = f"was {shown(difference.old)} when {path.parent} was trained, and decides what is trained"
+def identity_problems(identity: list[Difference], trained: Path) -> list[ConfigProblem]:
+    """Why a run with these differences cannot go on from ``trained``, a run's folder or a checkpoint."""
     fix = "Keep the old value, or start another run with another name"
-    return ConfigProblem(difference.key, difference.new, rule, fix, "run.identity")
+    return [
+        ConfigProblem(
+            difference.key,
+            difference.new,
+            f"was {shown(difference.old)} when {trained} was trained, and decides what is trained",
+            fix,
+            "run.identity",
+        )
+        for difference in identity
+    ]
 
 
 def _is_identity(key: str, begun: list[str]) -> bool:

@@ -31,7 +31,19 @@ class ConfigProblem:
         return f"{start}{self.rule}. {self.fix}{stop} [{self.id}]"
 
 
-class ConfigError(Exception):
+class BadInput(Exception):
+    """What the user gave cannot be used; the message says which part and what to do. Exit code 2."""
+
+
+class Unavailable(Exception):
+    """Something that this machine lacks; the message says what and what to do. Exit code 3."""
+
+
+class Stopped(Exception):
+    """Work cannot go on for a reason that is no fault of the program; the message says why. Exit code 1."""
+
+
+class ConfigError(BadInput):
     """Settings that cannot be used; ``problems`` holds all that were found."""
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:

@@ -132,7 +132,7 @@ RANGES: dict[str, Range] = {
     "monitor.console_every_steps": _ONE,
     "cluster.nodes": Range(1, 1_000_000),
     "cluster.ranks_per_node": Range(1, 1024),
-    "cluster.threads_per_rank": _ONE,
+    "cluster.threads_per_rank": Range(1, 1024),
     "cluster.collective_timeout_seconds": _ONE,
     "cluster.time_limit_minutes": _ZERO,
 }

@@ -41,6 +41,9 @@ def concerns(problem: ConfigProblem, keys: frozenset[str] | set[str]) -> bool:
 def _names(run: Run) -> Problems:
     if not run.name.strip():
         yield ConfigProblem("name", run.name, "must not be empty", "Name the run", "run.name")
+    elif run.name.startswith("/") or ".." in run.name.split("/"):
+        fix = "Use letters, digits, '-', '_' and single slashes; dir may be any folder"
+        yield ConfigProblem("name", run.name, "would lead out of the folder of runs", fix, "run.name")
     if not run.dir.strip():
         yield ConfigProblem("dir", run.dir, "must not be empty", "Give a folder", "run.dir")
 

@@ -17,13 +17,15 @@ from types import TracebackType
 
 import numpy as np
 
+from k3train.config.problems import BadInput
+
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _READ_TRIES = 3
 
 
-class CorpusError(Exception):
+class CorpusError(BadInput):
     """A corpus is broken, unfinished or not the one expected; the message says which file and what to do."""
 
 

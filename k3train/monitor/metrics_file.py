@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -33,14 +34,24 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append one record and hand it to the operating system."""
-        self._file.write(json.dumps(_encode(to_json(record, self.attempt)), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(_encode(to_json(record, self.attempt)), allow_nan=False)
+        with self._naming_the_file():
+            self._file.write(line + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Make all lines durable."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._naming_the_file():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -56,7 +67,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 record = _decode(json.loads(text))
-                ours = isinstance(record, dict) and {"kind", "attempt"} <= record.keys()
+                ours = isinstance(record, dict) and "kind" in record and type(record.get("attempt")) is int
             except ValueError:
                 ours = False
             if not ours:

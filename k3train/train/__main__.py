@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 from k3train.backend.start import end_process, seed_everything, start_backend, start_processes
 from k3train.config.compose import load_resolved
-from k3train.config.problems import ConfigError
+from k3train.config.problems import BadInput, ConfigError, ConfigProblem, Stopped, Unavailable
+from k3train.config.schema import Run
+from k3train.train.claim import claimed
 from k3train.train.signals import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EXIT_UNEXPECTED
+
+_FIRST_SPEAKS_SECONDS = 5.0
 
 
 def main(arguments: list[str]) -> int:
@@ -18,40 +26,49 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m k3train.train <resolved run.yaml>", file=sys.stderr)
         return EXIT_BAD_INPUT
+    rank = os.environ.get("RANK", "0")
     try:
         run = load_resolved(Path(arguments[0]))
-    except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
-    try:
-        device = start_backend(run.device, threads=run.cluster.threads_per_rank)
-        start_processes(device, timeout_seconds=run.cluster.collective_timeout_seconds)
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return EXIT_ENVIRONMENT
-    seed_everything(run.seed)
-    return _train(run, device)
-
-
-def _train(run, device) -> int:
-    # These import megatron-core, which must find the backend ready.
-    from k3train.data.corpus import CorpusError
-    from k3train.train.loop import train
-    from k3train.train.step import TrainingError
-
-    try:
-        return train(run, device)
-    except (ConfigError, CorpusError) as error:
+        _check_world(run, int(os.environ.get("WORLD_SIZE", "1")))
+        with claimed(run) if rank == "0" else contextlib.nullcontext():
+            return _train(run)
+    except Unavailable as error:
+        code, message = EXIT_ENVIRONMENT, str(error)
+    except BadInput as error:
         code, message = EXIT_BAD_INPUT, str(error)
-    except TrainingError as error:
+    except OSError as error:
+        code = EXIT_ENVIRONMENT
+        message = f"{error.filename}: {error.strerror}" if error.filename else traceback.format_exc()
+    except Stopped as error:
         code, message = EXIT_UNEXPECTED, str(error)
-    except Exception:
+    except Exception as error:
         code, message = EXIT_UNEXPECTED, traceback.format_exc()
-    rank = os.environ["RANK"]
-    # Each rank finds most errors at the same moment; the first rank speaks for all of them.
-    if rank == "0" or code == EXIT_UNEXPECTED:
-        print(f"rank {rank}: {message}", file=sys.stderr)
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            message = f"the connection to another rank is lost: {str(error).strip()}"
+    if rank != "0" and code in (EXIT_BAD_INPUT, EXIT_ENVIRONMENT):
+        # Each rank finds such an error at the same moment. The first speaks for all, and ends all.
+        time.sleep(_FIRST_SPEAKS_SECONDS)
+    print(f"rank {rank}: {message}", file=sys.stderr)
     return code
+
+
+def _check_world(run: Run, started: int) -> None:
+    nodes, ranks = run.cluster.nodes, run.cluster.ranks_per_node
+    if started != nodes * ranks:
+        rule = f"with cluster.nodes = {nodes} makes {nodes * ranks} ranks, but {started} were started"
+        start = "k3train train" if nodes == 1 else "launch/slurm.py"
+        fix = f"Start {nodes * ranks} (torchrun --nproc-per-node {ranks}), or change the run with {start}"
+        raise ConfigError([ConfigProblem("cluster.ranks_per_node", ranks, rule, fix, "cluster.world")])
+
+
+def _train(run: Run) -> int:
+    device = start_backend(run.device, threads=run.cluster.threads_per_rank)
+    start_processes(device, timeout_seconds=run.cluster.collective_timeout_seconds)
+    seed_everything(run.seed)
+    # This imports megatron-core, which must find the backend ready.
+    from k3train.train.loop import train
+
+    return train(run, device)
 
 
 if __name__ == "__main__":

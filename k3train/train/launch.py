@@ -13,7 +13,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from k3train.config.schema import Run
-from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, EXIT_UNEXPECTED, STOP_FILE
+from k3train.train.signals import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_ENVIRONMENT,
+    EXIT_STOPPED,
+    EXIT_UNEXPECTED,
+    STOP_FILE,
+)
 
 
 def launch(run: Run, resolved: Path) -> int:
@@ -69,6 +76,8 @@ def _exit_code(failure: ChildFailedError) -> int:
     if all(code == EXIT_STOPPED for code in codes):
         return EXIT_STOPPED
     own = [code for code in codes if code > 0 and code != EXIT_STOPPED]
+    if any(code in (EXIT_BAD_INPUT, EXIT_ENVIRONMENT) for code in own):
+        return own[0]  # the agent has ended the others
     for rank, child in failure.failures.items():
         if child.exitcode < 0:
             name = signal.Signals(-child.exitcode).name

@@ -15,6 +15,7 @@ from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 from k3train.train.evaluate import eval_contexts, evaluate
 from k3train.train.progress import Progress
 from k3train.train.report import Report
+from k3train.train.resume import check_settings, check_text, train_state
 from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from k3train.train.step import rehearse, train_step
@@ -79,14 +80,19 @@ def train_stage(
 def find_progress(run: Run) -> tuple[Path | None, Progress]:
     """The run's newest good checkpoint and where it stands; (None, start) for a new run.
 
-    Raises CheckpointError when the run has checkpoints and all are damaged. Every rank must call this.
+    Raises CheckpointError when the run has checkpoints and all are damaged, and ConfigError when they are not
+    this run's. Every rank must call this.
     """
     folder = checkpoints(run)
     if dist.get_rank() == 0:
         clear_leftovers(folder)
     dist.barrier()
     latest = newest_good(folder)
-    return latest, Progress.from_json(read_train_state(latest)) if latest else Progress()
+    if latest is None:
+        return None, Progress()
+    state = read_train_state(latest)
+    check_settings(run, state, latest)
+    return latest, Progress.from_json(state)
 
 
 def restore(setup: StageSetup, latest: Path | None) -> None:
@@ -95,14 +101,16 @@ def restore(setup: StageSetup, latest: Path | None) -> None:
     Without one, a run with ``checkpoint.load_from`` takes that checkpoint's weights and nothing else.
     """
     start_from = setup.run.checkpoint.load_from
+    state = None
     if latest is not None:
         # newest_good, or the save at the end of the stage before, has just read back every byte.
-        load_checkpoint(
+        state = load_checkpoint(
             latest, chunks=setup.chunks, optimizer=setup.optimizer, groups=setup.groups, verified=True
         )
     elif start_from is not None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
         setup.optimizer.reload_model_params()
+    check_text(setup, state)
 
 
 def save(setup: StageSetup, progress: Progress, *, milestone: bool) -> Path:
@@ -111,14 +119,7 @@ def save(setup: StageSetup, progress: Progress, *, milestone: bool) -> Path:
         checkpoints(setup.run),
         chunks=setup.chunks,
         optimizer=setup.optimizer,
-        train_state={
-            **progress.to_json(),
-            "stage": setup.plan.name,
-            "data": {
-                "fingerprint": setup.data.fingerprint(),
-                "consumed_tokens": setup.data.consumed(progress.step - setup.plan.start_step),
-            },
-        },
+        train_state=train_state(setup, progress),
         groups=setup.groups,
         keep=setup.run.checkpoint.keep,
         milestone=milestone,

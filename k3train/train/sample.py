@@ -10,6 +10,7 @@ from torch import Tensor
 
 from k3train.backend.start import seed_everything, start_backend, start_processes, stop_processes
 from k3train.config.compose import load_resolved
+from k3train.config.problems import BadInput
 from k3train.config.schema import Parallel, Run
 from k3train.data.corpus import read_manifest
 
@@ -26,26 +27,36 @@ def sample(
     """The prompt and up to ``num_tokens`` tokens after it; stops at the end of the document.
 
     Takes the run's newest good checkpoint unless ``checkpoint`` names one. ``temperature`` 0 is greedy.
-    Raises FileNotFoundError when there is no run or no checkpoint.
+    Raises BadInput when there is no run, no checkpoint or no tokenizer.
     """
     resolved = run_dir / "run.yaml"
     if not resolved.exists():
-        raise FileNotFoundError(f"{resolved} does not exist: give the directory of a run that has started")
+        raise BadInput(f"{resolved} does not exist: give the directory of a run that has started")
     run = load_resolved(resolved)
+    tokenizer = _tokenizer(run)
+    special = read_manifest(Path(next(iter(run.data.sources.values())).path)).special
     device = start_backend(run.device, threads=torch.get_num_threads())
     start_processes(device, timeout_seconds=60)
     seed_everything(seed)
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(run.data.tokenizer)
-    tokenizer.encode_special_tokens = True  # a prompt that spells one is text
     model = _load(run, run_dir, checkpoint, device)
-    special = read_manifest(Path(next(iter(run.data.sources.values())).path)).special
     ids = [special["bos"], *tokenizer.encode(prompt).ids]
     try:
         return tokenizer.decode(ids + generate(model, ids, num_tokens, temperature, special["eod"], device))
     finally:
         stop_processes()
+
+
+def _tokenizer(run: Run) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(Path(run.data.tokenizer).read_bytes())
+    except OSError as error:
+        raise BadInput(f"data.tokenizer = {run.data.tokenizer!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadInput(f"data.tokenizer = {run.data.tokenizer!r} is no tokenizer: {error}") from error
+    tokenizer.encode_special_tokens = True  # a prompt that spells one is text
+    return tokenizer
 
 
 @torch.no_grad()
@@ -85,7 +96,7 @@ def _load(run: Run, run_dir: Path, checkpoint: Path | None, device: torch.device
 
     path = checkpoint or newest_good(run_dir / "checkpoints")
     if path is None:
-        raise FileNotFoundError(f"{run_dir}/checkpoints holds no complete checkpoint yet")
+        raise BadInput(f"{run_dir}/checkpoints holds no complete checkpoint yet: train the run first")
     layout = make_layout(run.model, Parallel(), 1)
     groups = start_groups(layout, seed=run.seed)
     config = make_config(run.model, Parallel(), layout)

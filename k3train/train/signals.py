@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -31,6 +32,8 @@ class StopRequest:
         self.reason: str | None = None
         self._file = run_dir / STOP_FILE
         self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        # Ranks have sessions of their own: nothing else tells them that torch's agent was killed.
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -45,6 +48,8 @@ class StopRequest:
             self.reason = f"{self._file} exists"
         if self.reason is None and self._deadline is not None and time.monotonic() > self._deadline:
             self.reason = "the time limit is near"
+        if self.reason is None and self._agent is not None and os.getppid() != self._agent:
+            self.reason = "the process that started the ranks is gone"
         return self.reason is not None
 
     def clear_file(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3train.config.problems import Stopped
 from k3train.data.batch import MicroBatch
 from k3train.optim.build import allocate_state, optimizer_step, set_learning_rate
 from k3train.optim.schedule import learning_rate
@@ -30,7 +31,7 @@ class Balance:
     """Experts of all layers without a token."""
 
 
-class TrainingError(Exception):
+class TrainingError(Stopped):
     """Training cannot go on; the message says why in one sentence."""
 
 

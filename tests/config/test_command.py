@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +135,60 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
         main([verb, "--help"])
     assert stop.value.code == 0
     assert f"usage: k3train {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tokens", "-1"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--seed", "-1"],
+        ["--seed", "9" * 30],
+    ],
+)
+def test_sample_refuses_numbers_that_mean_nothing(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["sample", "any", "--prompt", "a", *options])
+    assert stop.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_sample_refuses_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sample", "any", "--prompt", "\udcff"])
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_sample_names_a_tokenizer_that_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = compose([])
+    run.data.tokenizer = str(tmp_path / "gone.json")
+    save_resolved(run, tmp_path / "run.yaml")
+    assert main(["sample", str(tmp_path), "--prompt", "a"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "gone.json' cannot be read" in error
+
+
+def _command(arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    shell = f"set -o pipefail; {shlex.quote(sys.executable)} -m k3train {arguments}"
+    return subprocess.run(
+        ["bash", "-c", shell], env={**os.environ, **environment}, capture_output=True, check=False
+    )
+
+
+def test_output_that_cannot_show_unicode_or_is_closed_or_full() -> None:
+    shown = _command("show", PYTHONIOENCODING="ascii")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert _command("show | head -1").stderr == b""
+    full = _command("check > /dev/full")
+    assert full.returncode == 3
+    assert full.stderr == b"the output cannot be written: No space left on device\n"
+
+
+def test_name_that_leads_elsewhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "name=a/../../b"]) == 2
+    assert main(["check", "name=/etc/b"]) == 2
+    assert capsys.readouterr().err.count("[run.name]") == 2

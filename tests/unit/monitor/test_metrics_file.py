@@ -94,6 +94,7 @@ def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
 def test_binary_rubbish_does_not_stop_the_reader(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 2), 1.0)
-    path.write_bytes(b'\xff\xfe{}\n[1]\n{"kind": "step"}\n' + path.read_bytes())
+    rubbish = b'\xff\xfe{}\n[1]\n{"kind": "step"}\n{"kind": "step", "attempt": "x"}\n'
+    path.write_bytes(rubbish + path.read_bytes())
     assert [each.step for each in read_steps(path)] == [1]
     assert isinstance(read_steps(path)[0], StepRecord)

@@ -1,0 +1,69 @@
+"""A run's folder belongs to one start at a time: two would delete and overwrite each other's checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from k3train.config.problems import ConfigError, ConfigProblem, Unavailable
+from k3train.config.schema import Run
+from k3train.train.signals import STOP_FILE
+
+LOCK = "lock"
+"""File in the run's folder that is locked while the run is in use. Its content only says by whom."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def claimed(run: Run) -> Iterator[None]:
+    """Make the run's folder and keep every other start out of it until the block, or this process, ends.
+
+    Raises ConfigError when the folder is in use, and Unavailable when it cannot be made or written.
+    """
+    path = Path(run.dir) / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _cannot_write(run, error) from error
+    try:
+        _lock(run, path, handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(run: Run, path: Path, handle: int) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = path.read_text(errors="replace").strip() or "another process"
+        rule = f"is in use by {owner}"
+        fix = f"Let it end (the file {path.with_name(STOP_FILE)} stops it), or give this run another name"
+        raise ConfigError([ConfigProblem("dir", run.dir, rule, fix, "run.in-use")]) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning("%s cannot be locked: make sure that this run is not started twice at once", path)
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.fsync(handle)
+    except OSError as error:
+        raise _cannot_write(run, error) from error
+
+
+def _cannot_write(run: Run, error: OSError) -> Unavailable:
+    return Unavailable(
+        f"dir = {run.dir} cannot hold the run: {error.strerror} ({error.filename or run.dir}); "
+        "give dir a folder that can be made and written, on a disk with room"
+    )

@@ -1,0 +1,47 @@
+"""The program that every rank runs, as far as it goes without other ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from k3train.config.compose import save_resolved
+from k3train.train.__main__ import main
+from k3train.train.signals import STOP_FILE, StopRequest
+from tests.train.runs import make_run
+
+
+def test_other_number_of_ranks_than_the_run_has_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_resolved(make_run(tmp_path, ranks=2), tmp_path / "run.yaml")
+    assert main([str(tmp_path / "run.yaml")]) == 2
+    assert "makes 2 ranks, but 1 were started" in capsys.readouterr().err
+
+
+def test_ranks_stop_when_the_agent_that_started_them_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    stop = StopRequest(tmp_path)
+    try:
+        assert not stop.poll()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert stop.poll()
+        assert not (tmp_path / STOP_FILE).exists()
+    finally:
+        stop.restore()
+
+
+def test_rank_that_was_started_by_hand_outlives_its_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    stop = StopRequest(tmp_path)
+    try:
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert not stop.poll()
+    finally:
+        stop.restore()
