@@ -29,6 +29,7 @@ COMPANY = {
     ("parallel", "k3"): K3,
     ("parallel", "node8"): EIGHT_RANKS,
     ("curriculum", "k3"): K3,
+    ("curriculum", "proxy"): ["experiment=proxy_gpu"],
     ("cluster", "slurm"): K3,
     ("cluster", "gpu8"): EIGHT_RANKS,
     ("data", "k3"): [],
