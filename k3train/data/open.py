@@ -81,15 +81,20 @@ class StageData:
         pieces = [self._order.sequence(first + i) for i in range(size)]
         return assemble(self._corpora, pieces, self.stage.stage.context_tokens, self._pad)
 
+    def step(self, step: int, *, dp_rank: int, dp_size: int) -> list[MicroBatch]:
+        """All micro-batches of one data-parallel rank in ``step``."""
+        count = self.micro_batches(dp_size)
+        return [self.micro_batch(step, dp_rank=dp_rank, dp_size=dp_size, index=i) for i in range(count)]
+
     def steps(self, first_step: int, *, dp_rank: int, dp_size: int) -> Prefetch[list[MicroBatch]]:
         """This rank's micro-batches, step by step to the end of the stage, assembled ahead in a thread.
 
         Time spent in ``next`` is time that training waited for data. Closing the iterator ends the thread.
         """
-        count = self.micro_batches(dp_size)
+        self.micro_batches(dp_size)  # refuses a degree that does not fit here, not in the thread
 
         def load(step: int) -> list[MicroBatch]:
-            return [self.micro_batch(step, dp_rank=dp_rank, dp_size=dp_size, index=i) for i in range(count)]
+            return self.step(step, dp_rank=dp_rank, dp_size=dp_size)
 
         return Prefetch(load, range(first_step, self.stage.steps), ahead=self._prefetch_steps)
 

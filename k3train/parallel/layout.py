@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from k3train.config.layout_rules import layout_problems
 from k3train.config.merge import even_split
-from k3train.config.merge import stage_parallel as stage_parallel
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Model, Parallel
 

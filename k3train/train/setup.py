@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from k3train.config.merge import world_size
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch
@@ -57,7 +58,7 @@ def build_stage(
     to load.
     """
     parallel = resolved_parallel(run, plan.stage)
-    layout = make_layout(run.model, parallel, run.cluster.nodes * run.cluster.ranks_per_node)
+    layout = make_layout(run.model, parallel, world_size(run))
     groups = start_groups(layout, seed=run.seed, timeout_seconds=run.cluster.collective_timeout_seconds)
     config = make_config(run.model, parallel, layout)
     modules = build_model(run.model, config, layout, groups, device)

@@ -41,8 +41,6 @@ class StepResult:
 
     loss: float
     """Mean over the step's predicted tokens, before the update."""
-    loss_tokens: int
-    """Predicted tokens of the step."""
     grad_norm: float
     """Global L2 norm before clipping."""
     learning_rate: float
@@ -62,7 +60,7 @@ def train_step(
     """
     zero_gradients(setup)
     sums = run_micro_batches(setup, host, backward=True)
-    loss, loss_tokens, stop = agree(setup, sums, wants_stop)
+    loss, _, stop = agree(setup, sums, wants_stop)
     if not math.isfinite(loss):
         raise TrainingError(_not_finite(setup, progress, host, "loss", loss))
 
@@ -78,7 +76,6 @@ def train_step(
     progress.tokens = tokens
     return StepResult(
         loss=loss,
-        loss_tokens=loss_tokens,
         grad_norm=outcome.grad_norm,
         learning_rate=rate,
         balance=balance,
@@ -94,11 +91,7 @@ def rehearse(setup: StageSetup, progress: Progress) -> None:
     """
     allocate_state(setup.optimizer)
     step = progress.step - setup.plan.start_step
-    layout, dp_rank = setup.groups.layout, setup.groups.dp_rank
-    host = [
-        setup.data.micro_batch(step, dp_rank=dp_rank, dp_size=layout.dp, index=index)
-        for index in range(setup.data.micro_batches(layout.dp))
-    ]
+    host = setup.data.step(step, dp_rank=setup.groups.dp_rank, dp_size=setup.groups.layout.dp)
     run_micro_batches(setup, host, backward=True)
     update_biases(setup.chunks, setup.groups.tokens, discard=True)
     zero_gradients(setup)

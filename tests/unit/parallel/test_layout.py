@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3train.config.merge import even_split
+from k3train.config.merge import even_split, stage_parallel
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Model, Moe, Parallel, StageParallel
 from k3train.parallel.layout import (
@@ -17,7 +17,6 @@ from k3train.parallel.layout import (
     chunk_layers,
     make_layout,
     rank_coordinates,
-    stage_parallel,
 )
 
 K3 = Model(num_layers=93, num_heads=96, moe=Moe(num_experts=896))
