@@ -100,15 +100,22 @@ def test_wrong_usage_is_bad_input(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: k3train" in capsys.readouterr().err
 
 
+def a_file(folder: Path) -> Path:
+    """A file in the place of the tokenizer, so that these tests need no corpus in the checkout."""
+    (folder / "file").write_text("")
+    return folder / "file"
+
+
 def test_train_does_not_turn_one_run_into_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Refused before any rank starts, with progress taken from the checkpoints that are there."""
-    old = compose([f"dir={tmp_path}"])
+    tokenizer = f"data.tokenizer={a_file(tmp_path)}"
+    old = compose([f"dir={tmp_path}", tokenizer])
     save_resolved(old, tmp_path / "run.yaml")
     second = stage_table(old)[1].start_step + 1
     (tmp_path / "checkpoints" / f"step_{second:08d}").mkdir(parents=True)
     before = (tmp_path / "run.yaml").read_bytes()
     changes = ["seed=9", "curriculum.stages.s2048.batch_tokens=16384", "optim.beta2=0.99"]
-    assert main(["train", f"dir={tmp_path}", *changes]) == 2
+    assert main(["train", f"dir={tmp_path}", tokenizer, *changes]) == 2
     err = capsys.readouterr().err
     assert "seed = 9 was 1234" in err
     assert "curriculum.stages.s2048.batch_tokens = 16384 was 8192" in err
@@ -119,8 +126,8 @@ def test_train_does_not_turn_one_run_into_another(capsys: pytest.CaptureFixture[
 def test_run_directory_that_cannot_be_one_is_the_environments_fault(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["train", f"dir={tmp_path}/file/run"]) == 3
+    file = a_file(tmp_path)
+    assert main(["train", f"dir={file}/run", f"data.tokenizer={file}"]) == 3
     assert capsys.readouterr().err.count("\n") == 1
 
 
