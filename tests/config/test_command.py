@@ -13,6 +13,7 @@ import pytest
 from k3train.__main__ import VERBS, main
 from k3train.config.compose import compose, save_resolved
 from k3train.curriculum.stages import stage_table
+from tests.train.runs import make_corpus
 
 
 def test_check_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,22 +101,28 @@ def test_wrong_usage_is_bad_input(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: k3train" in capsys.readouterr().err
 
 
-def a_file(folder: Path) -> Path:
-    """A file in the place of the tokenizer, so that these tests need no corpus in the checkout."""
-    (folder / "file").write_text("")
-    return folder / "file"
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[str]:
+    """Overrides that give the default run a small corpus of its own: the checkout may have none yet."""
+    folder = tmp_path / "corpus"
+    make_corpus(folder, documents=400, seed=1)
+    overrides = ["data.tokenizer=''", f"data.heldout.heldout={folder}"]
+    for name in compose([]).data.sources:
+        overrides += [f"data.sources.{name}.path={folder}", f"data.sources.{name}.max_epochs=1000"]
+    return overrides
 
 
-def test_train_does_not_turn_one_run_into_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_train_does_not_turn_one_run_into_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: list[str]
+) -> None:
     """Refused before any rank starts, with progress taken from the checkpoints that are there."""
-    tokenizer = f"data.tokenizer={a_file(tmp_path)}"
-    old = compose([f"dir={tmp_path}", tokenizer])
+    old = compose([f"dir={tmp_path}", *corpus])
     save_resolved(old, tmp_path / "run.yaml")
     second = stage_table(old)[1].start_step + 1
     (tmp_path / "checkpoints" / f"step_{second:08d}").mkdir(parents=True)
     before = (tmp_path / "run.yaml").read_bytes()
     changes = ["seed=9", "curriculum.stages.s2048.batch_tokens=16384", "optim.beta2=0.99"]
-    assert main(["train", f"dir={tmp_path}", tokenizer, *changes]) == 2
+    assert main(["train", f"dir={tmp_path}", *corpus, *changes]) == 2
     err = capsys.readouterr().err
     assert "seed = 9 was 1234" in err
     assert "curriculum.stages.s2048.batch_tokens = 16384 was 8192" in err
@@ -124,10 +131,10 @@ def test_train_does_not_turn_one_run_into_another(capsys: pytest.CaptureFixture[
 
 
 def test_run_directory_that_cannot_be_one_is_the_environments_fault(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: list[str]
 ) -> None:
-    file = a_file(tmp_path)
-    assert main(["train", f"dir={file}/run", f"data.tokenizer={file}"]) == 3
+    (tmp_path / "file").write_text("")
+    assert main(["train", f"dir={tmp_path}/file/run", *corpus]) == 3
     assert capsys.readouterr().err.count("\n") == 1
 
 
