@@ -10,6 +10,7 @@ from pathlib import Path
 
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
 from k3train.checkpoint.manifest import PART, CheckpointError, check_files, check_sizes, read_manifest
+from k3train.faults import point
 
 LATEST = "LATEST"
 """File with the name of the newest checkpoint: a hint for people and scripts, never trusted by k3train."""
@@ -118,6 +119,7 @@ def prune(directory: Path, *, keep: int) -> list[str]:
             # Renamed first: half a checkpoint must not bear a checkpoint's name.
             going = directory / scratch_name(step, "pruned")
             path.rename(going)
+            point("ckpt.mid_prune")
             shutil.rmtree(going)
             deleted.append(path.name)
     return deleted

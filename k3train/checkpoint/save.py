@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import _write_item as torch_write_item
 
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank
@@ -35,6 +37,7 @@ from k3train.checkpoint.manifest import (
     write_manifest,
 )
 from k3train.checkpoint.state import layout_identity, model_state, optimizer_state
+from k3train.faults import point
 from k3train.optim.build import allocate_state, optimizer_steps
 from k3train.parallel.groups import Groups
 
@@ -61,6 +64,7 @@ def save_checkpoint(
     Raises CheckpointNotWritten on every rank when any rank fails; older checkpoints are then untouched.
     Every rank of the world must call this.
     """
+    point("ckpt.begin")
     step = train_state["step"]
     final = directory / step_name(step)
     allocate_state(optimizer)
@@ -82,6 +86,7 @@ def save_checkpoint(
             f"checkpoint {final.name} was not written: {error} "
             f"({free / 2**30:.2f} GiB are free in {directory}; older checkpoints are untouched)"
         ) from error
+    point("ckpt.prune")
     on_first_rank(lambda: prune(directory, keep=keep))
     return final
 
@@ -130,6 +135,7 @@ def _write_tensors(scratch: Path, chunks: Sequence[Any], optimizer: Any, groups:
     filesystem_async._results_queue = queue.Queue()
     # It also warns that its own writer is going away; the other one needs a package this has no use for.
     torch_strategy._logged_mcore_async_deprecation = True
+    filesystem_async._write_item = _write_item
     model = model_state(chunks, groups)
     state = {**model, "optimizer": optimizer_state(optimizer, model, groups, loading=False)}
     strategy: Any = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), groups.pg.dp_cp)
@@ -138,8 +144,15 @@ def _write_tensors(scratch: Path, chunks: Sequence[Any], optimizer: Any, groups:
         dist_checkpointing.save(state, str(scratch), strategy)
 
 
+@functools.wraps(torch_write_item)  # megatron-core looks at its signature
+def _write_item(*arguments: Any, **options: Any) -> Any:
+    point("ckpt.shard")
+    return torch_write_item(*arguments, **options)
+
+
 def _finish_own_files(scratch: Path, record: bytes) -> dict[str, FileEntry]:
     """Write this rank's small files, make all its files durable and digest them as the disk returns them."""
+    point("ckpt.after_shard_write")
     write_durably(scratch / rng_file(rank()), json.dumps(rng.capture()).encode())
     names = [rng_file(rank()), *(path.name for path in scratch.glob(f"__{rank()}_*"))]
     if rank() == 0:
@@ -159,13 +172,16 @@ def rng_file(of_rank: int) -> str:
 def _commit(scratch: Path, final: Path, manifest: Manifest) -> None:
     # A file that another rank wrote is missing here when the folder is not on a file system all nodes share.
     check_sizes(scratch, manifest)
+    point("ckpt.manifest")
     write_manifest(scratch, manifest)
     sync_folder(scratch)
+    point("ckpt.rename")
     aside = None
     if final.exists():
         aside = final.with_name(scratch_name(manifest.step, "replaced"))
         os.rename(final, aside)
     os.rename(scratch, final)
+    point("ckpt.pointer")
     sync_folder(final.parent)
     write_durably(final.parent / LATEST, final.name.encode())
     if aside is not None:

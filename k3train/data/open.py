@@ -14,6 +14,7 @@ from k3train.data.mix import Stream
 from k3train.data.plan import StageOrder
 from k3train.data.prefetch import Prefetch
 from k3train.data.sources import assemble, open_corpora, stage_orders
+from k3train.faults import point
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class StageData:
         self.micro_batches(dp_size)  # refuses a degree that does not fit here, not in the thread
 
         def load(step: int) -> list[MicroBatch]:
+            point("data.load")
             return self.step(step, dp_rank=dp_rank, dp_size=dp_size)
 
         return Prefetch(load, range(first_step, self.stage.steps), ahead=self._prefetch_steps)

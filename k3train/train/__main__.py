@@ -15,6 +15,7 @@ from k3train.backend.start import end_process, seed_everything, start_backend, s
 from k3train.config.compose import load_resolved
 from k3train.config.problems import BadInput, ConfigError, ConfigProblem, Stopped, Unavailable
 from k3train.config.schema import Run
+from k3train.faults import plan_from_environment
 from k3train.train.claim import claimed
 from k3train.train.signals import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EXIT_UNEXPECTED
 
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         run = load_resolved(Path(arguments[0]))
+        plan_from_environment()
         _check_world(run, int(os.environ.get("WORLD_SIZE", "1")))
         with claimed(run) if rank == "0" else contextlib.nullcontext():
             return _train(run)

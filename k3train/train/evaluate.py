@@ -10,6 +10,7 @@ import torch
 from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch, join_batches
 from k3train.data.heldout import heldout
+from k3train.faults import point
 from k3train.train.schedule import run_micro_batches
 from k3train.train.setup import StageSetup
 from k3train.train.step import agree
@@ -55,6 +56,7 @@ def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutL
             # Expert-parallel peers of other data-parallel ranks must all take part in each forward pass, so
             # every rank runs as many; a rank without a sequence of its own repeats one and does not count it.
             for first in range(0, len(buffers), layout.dp):
+                point("eval.batch")
                 index = first + setup.groups.dp_rank
                 part = run_micro_batches(setup, [buffers[index % len(buffers)]], backward=False)
                 if index < len(buffers):

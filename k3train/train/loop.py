@@ -12,6 +12,7 @@ from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.checkpoint.save import save_checkpoint
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
+from k3train.faults import point
 from k3train.train.evaluate import eval_contexts, evaluate
 from k3train.train.progress import Progress
 from k3train.train.report import Report
@@ -28,13 +29,16 @@ def train(run: Run, device: torch.device) -> int:
     """
     table = stage_table(run)
     stop = StopRequest(Path(run.dir))
+    point("setup.start")
     latest, progress = find_progress(run)
     report = Report(run, table)
     try:
         while progress.tokens < total_tokens(table):
             plan = stage_at(table, progress.tokens)
             setup = build_stage(run, table, plan, progress, device)
+            point("setup.built")
             restore(setup, latest)
+            point("setup.restored")
             rehearse(setup, progress)
             report.stage_started(setup, progress, latest)
             if progress.step == 0:  # where the first stage's held-out loss falls from
@@ -60,6 +64,7 @@ def train_stage(
     asked to stop. Every rank must call this."""
     run, plan = setup.run, setup.plan
     while True:
+        point("data.next")
         with report.meter.data_wait():
             batches = next(setup.batches)
         result = train_step(setup, progress, batches, wants_stop=stop.poll())

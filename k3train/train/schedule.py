@@ -12,6 +12,7 @@ from torch import Tensor
 
 from k3train.data.batch import IGNORE, MicroBatch
 from k3train.data.device import RankBatch, to_device
+from k3train.faults import point
 from k3train.train.setup import StageSetup
 
 
@@ -49,6 +50,7 @@ def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bo
 
 def _forward(iterator: Iterator[RankBatch], chunk: Any, *, with_mtp: bool) -> tuple[Tensor, Any]:
     batch = next(iterator)
+    point("step.forward")
     # Held-out loss is the next-token loss alone; training adds the weighted MTP loss.
     labels_mtp = batch.labels_mtp if with_mtp else None
     output = chunk(batch.tokens, batch.packing, labels=batch.labels, labels_mtp=labels_mtp)
@@ -58,5 +60,6 @@ def _forward(iterator: Iterator[RankBatch], chunk: Any, *, with_mtp: bool) -> tu
 def _sum_loss(batch: RankBatch, per_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """megatron-core's loss contract: a sum to differentiate, the count it divides by, and what to report."""
     count = (batch.labels != IGNORE).sum().int()
+    point("step.loss", tensors=lambda: [("loss", per_token)])
     loss = per_token.sum()
     return loss, count, torch.stack([loss.detach().double(), count.double()])

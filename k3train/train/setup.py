@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch
 from k3train.data.open import StageData, open_data
 from k3train.data.prefetch import Prefetch
+from k3train.faults import point
 from k3train.model.build import build_model
 from k3train.model.config import K3Config, make_config
 from k3train.model.payload import schedule_config
@@ -65,7 +67,7 @@ def build_stage(
     scheduled = schedule_config(config, layout)
     chunks = [_wrap(module, index, scheduled, groups, device) for index, module in enumerate(modules)]
     optimizer = build_optimizer(run.optim, chunks, groups)
-    scheduled.finalize_model_grads_func = finalize_model_grads
+    scheduled.finalize_model_grads_func = _finish_gradients
     scheduled.grad_scale_func = optimizer.scale_loss
     data = open_data(run, table, plan)
     first_step = progress.step - plan.start_step
@@ -81,6 +83,19 @@ def build_stage(
         data=data,
         batches=data.steps(first_step, dp_rank=groups.dp_rank, dp_size=layout.dp),
     )
+
+
+def _finish_gradients(chunks: list[Any], *arguments: Any, **options: Any) -> None:
+    """megatron-core's reduction over data-parallel ranks and of shared parameters."""
+    point("step.backward", tensors=lambda: gradients(chunks))
+    finalize_model_grads(chunks, *arguments, **options)
+
+
+def gradients(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter's main gradient on this rank, by the parameter's name."""
+    for chunk in chunks:
+        for name, parameter in chunk.module.named_parameters():
+            yield name, parameter.main_grad
 
 
 def _wrap(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +13,13 @@ from torch import Tensor
 
 from k3train.config.problems import Stopped
 from k3train.data.batch import MicroBatch
-from k3train.optim.build import allocate_state, optimizer_step, set_learning_rate
+from k3train.faults import point
+from k3train.optim.build import allocate_state, members, optimizer_step, set_learning_rate
 from k3train.optim.schedule import learning_rate
 from k3train.router.update import update_biases
 from k3train.train.progress import Progress
 from k3train.train.schedule import run_micro_batches
-from k3train.train.setup import StageSetup
+from k3train.train.setup import StageSetup, gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +61,10 @@ def train_step(
     ``host`` are the micro-batches of this data-parallel rank. Raises TrainingError when the loss or the
     gradient norm is not finite; the weights are then as before.
     """
+    point("step.begin", step=progress.step + 1)
     zero_gradients(setup)
     sums = run_micro_batches(setup, host, backward=True)
+    point("step.gradients", tensors=lambda: gradients(setup.chunks))
     loss, _, stop = agree(setup, sums, wants_stop)
     if not math.isfinite(loss):
         raise TrainingError(_not_finite(setup, progress, host, "loss", loss))
@@ -67,13 +72,17 @@ def train_step(
     tokens = progress.tokens + setup.plan.stage.batch_tokens
     rate = learning_rate(setup.run, setup.table, tokens)
     set_learning_rate(setup.optimizer, rate)
+    point("step.update")
     outcome = optimizer_step(setup.optimizer)
     if outcome.skipped:
         raise TrainingError(_not_finite(setup, progress, host, "gradient norm", outcome.grad_norm))
     balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
 
+    point("step.weights", tensors=lambda: weights(setup.chunks))
+    point("step.moments", tensors=lambda: moments(setup.optimizer))
     progress.step += 1
     progress.tokens = tokens
+    point("step.end")
     return StepResult(
         loss=loss,
         grad_norm=outcome.grad_norm,
@@ -81,6 +90,20 @@ def train_step(
         balance=balance,
         stop=stop,
     )
+
+
+def weights(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of this rank, by name."""
+    for chunk in chunks:
+        yield from chunk.module.named_parameters()
+
+
+def moments(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """This rank's fp32 master slices (``master``) and AdamW's moments of them, flat."""
+    for member in members(optimizer):
+        for master, state in member.optimizer.state.items():
+            yield "master", master
+            yield from ((key, value) for key, value in state.items() if isinstance(value, Tensor))
 
 
 def rehearse(setup: StageSetup, progress: Progress) -> None:
