@@ -91,11 +91,11 @@ def cut(name, whole, groups):
     return whole
 
 
-def batch():
+def batch(tokens=TOKENS):
     g = torch.Generator().manual_seed(21)
-    x, direction = torch.randn(2, TOKENS, 1, 16, generator=g).unbind()
+    x, direction = torch.randn(2, tokens, 1, 16, generator=g).unbind()
     x[:, :, :4] += 1.5  # favours some experts
-    valid = torch.arange(TOKENS) % 12 < 10
+    valid = torch.arange(tokens) % 12 < 10
     return x, direction, valid
 
 
@@ -107,13 +107,15 @@ def mine(tensor, groups):
     return tensor
 
 
-def step(rank, world, parallel, recompute=False):
+def step(rank, world, parallel, recompute=False, bias=None, tokens=TOKENS):
     """Loss, input gradient, this rank's parameter gradients after every reduction, bias and metrics."""
     layer, groups = build(parallel, world)
+    if bias is not None:
+        layer.router.set_bias(torch.tensor(bias))
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(cut(name, whole_state()[name], groups))
-    x, direction, valid = batch()
+    x, direction, valid = batch(tokens)
     local = mine(x, groups).clone().requires_grad_()
     pad = mine(~valid, groups)[None]
     if recompute:
@@ -145,7 +147,8 @@ def gap_to_whole(layer, local, loss, groups):
     gaps = {"loss": (loss - one["loss"]).abs() / one["loss"].abs()}
     gaps["x"] = (local.grad - mine(one["x"], groups)).abs().max()
     for name, parameter in layer.named_parameters():
-        gaps[name] = (parameter.grad - cut(name, one[name], groups)).abs().max() / one[name].abs().max()
+        whole = one[name]
+        gaps[name] = (parameter.grad - cut(name, whole, groups)).abs().max() / max(whole.abs().max(), 1e-9)
     return {name: float(gap) for name, gap in gaps.items()}
 
 
@@ -167,6 +170,35 @@ def test_equals_one_rank(name, reference):
     world, parallel = LAYOUTS[name]
     bias, metrics = reference
     for gaps, found, numbers in run_ranks(world, step, world, parallel):
+        assert max(gaps.values()) < 1e-5, gaps
+        assert torch.equal(found, bias)
+        assert numbers == metrics
+
+
+LAST_THREE = [-9.0] * 5 + [9.0] * 3
+"""A bias with which every token takes the last three experts and the others stay empty."""
+ONE_TAKES_ALL = [0.0] * 7 + [9.0]
+"""A bias with which the last expert is among every token's choices."""
+
+
+@pytest.fixture(scope="module", params=[LAST_THREE, ONE_TAKES_ALL], ids=["empty", "one takes all"])
+def skewed(request, tmp_path_factory):
+    """A selection bias with one rank's results for it, over 44 tokens: 33 routes do not divide by 2 or 4."""
+    global REFERENCE
+    before, REFERENCE = REFERENCE, str(tmp_path_factory.mktemp("moe") / "skewed.pt")
+    whole, bias, metrics = run_ranks(1, step, 1, schema.Parallel(), False, request.param, 44)[0]
+    torch.save(whole, REFERENCE)
+    yield request.param, whole, bias, metrics
+    REFERENCE = before
+
+
+@pytest.mark.parametrize("name", ["ep4", "tp2 etp2 ep2", "ep2 allgather", "tp2 etp2 ep2 allgather"])
+def test_skewed_and_empty_experts_equal_one_rank(name, skewed):
+    given, whole, bias, metrics = skewed
+    assert metrics[2]["dead_experts"] == (5 if given is LAST_THREE else 0)
+    assert bool(whole["experts.gate"][0].any()) == (given is ONE_TAKES_ALL)
+    world, parallel = LAYOUTS[name]
+    for gaps, found, numbers in run_ranks(world, step, world, parallel, False, given, 44):
         assert max(gaps.values()) < 1e-5, gaps
         assert torch.equal(found, bias)
         assert numbers == metrics
