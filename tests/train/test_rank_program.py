@@ -28,7 +28,8 @@ def test_ranks_stop_when_the_agent_that_started_them_is_gone(
     stop = StopRequest(tmp_path)
     try:
         assert not stop.poll()
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        other = os.getppid() + 1
+        monkeypatch.setattr(os, "getppid", lambda: other)
         assert stop.poll()
         assert not (tmp_path / STOP_FILE).exists()
     finally:
@@ -41,7 +42,8 @@ def test_rank_that_was_started_by_hand_outlives_its_shell(
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     stop = StopRequest(tmp_path)
     try:
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        other = os.getppid() + 1
+        monkeypatch.setattr(os, "getppid", lambda: other)
         assert not stop.poll()
     finally:
         stop.restore()
