@@ -40,7 +40,9 @@ class Unavailable(Exception):
 
 
 class Stopped(Exception):
-    """Work cannot go on for a reason that is no fault of the program; the message says why. Exit code 1."""
+    """Work cannot go on for a reason that is no fault of the program; the message says why."""
+
+    exit_code = 1
 
 
 class ConfigError(BadInput):

@@ -8,7 +8,7 @@ from typing import Any
 
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan
-from k3train.data.batch import MicroBatch
+from k3train.data.batch import MicroBatch, Piece
 from k3train.data.corpus import Corpus
 from k3train.data.mix import Stream
 from k3train.data.plan import StageOrder
@@ -86,6 +86,11 @@ class StageData:
         """All micro-batches of one data-parallel rank in ``step``."""
         count = self.micro_batches(dp_size)
         return [self.micro_batch(step, dp_rank=dp_rank, dp_size=dp_size, index=i) for i in range(count)]
+
+    def documents(self, step: int) -> list[list[Piece]]:
+        """The pieces of every sequence of ``step``, of all ranks, without their tokens."""
+        first = step * self.stage.sequences_per_step
+        return [self._order.sequence(first + i) for i in range(self.stage.sequences_per_step)]
 
     def steps(self, first_step: int, *, dp_rank: int, dp_size: int) -> Prefetch[list[MicroBatch]]:
         """This rank's micro-batches, step by step to the end of the stage, assembled ahead in a thread.

@@ -85,5 +85,5 @@ def _step_line(record: StepRecord) -> str:
         parts.append(f"mem {record.memory_gib:.1f} GiB")
     parts.append(f"eta {duration(record.eta_stage_seconds)} stage, {duration(record.eta_run_seconds)} run")
     if record.skipped:
-        parts.append("SKIPPED: gradient not finite")
+        parts.append(f"SKIPPED ({record.skipped_steps} so far)")
     return "  ".join(parts)

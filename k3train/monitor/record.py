@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One optimizer step. Numbers are global: over all ranks, as of the end of the step."""
+    """One step. Numbers are global: over all ranks, as of the end of the step."""
 
     kind: ClassVar[str] = "step"
     step: int
-    """Optimizer steps of the run so far, this one included."""
+    """Steps of the run so far, this one and skipped ones included."""
     tokens: int
     """Tokens of the run so far, padding and all."""
     progress: float
@@ -42,7 +42,9 @@ class StepRecord:
     eta_run_seconds: float | None = None
     """Expected time to the end of the run at the present speed."""
     skipped: bool = False
-    """The gradient was not finite and parameters were left alone."""
+    """The step was bad, or left out for an earlier one: parameters were left alone."""
+    skipped_steps: int = 0
+    """Steps of the run so far that left parameters alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,21 +103,38 @@ def set_learning_rate(optimizer: Any, value: float) -> None:
 
 
 @torch.no_grad()
-def optimizer_step(optimizer: Any) -> StepOutcome:
-    """Clip by global norm and update the parameters, from gradients that are already reduced.
+def gradient_norm(optimizer: Any) -> float:
+    """Global L2 norm of the gradients, which are already reduced, before clipping; the same on every rank.
 
-    The norm is fp32 and counts every parameter once under every layout; it is returned when clipping is off
-    too. When it is not finite nothing is updated, on any rank. Every rank of the world must call this.
+    It is fp32 and counts every parameter once under every layout. Every rank of the world must call this
+    after each backward pass, before ``apply_gradients``.
+    """
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: Any, norm: float) -> None:
+    """Clip by ``norm``, which ``gradient_norm`` has returned, and update the parameters.
+
+    Every rank of the world must call this.
     """
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return StepOutcome(grad_norm=norm, skipped=True)
     for each in members(optimizer):
         parameters = each.get_parameters()
         if parameters and each.config.clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(parameters, each.config.clip_grad, norm)
     optimizer.step_with_ready_grads()
+
+
+def optimizer_step(optimizer: Any) -> StepOutcome:
+    """``gradient_norm`` and, when it is finite, ``apply_gradients``; otherwise no rank updates anything.
+
+    Every rank of the world must call this.
+    """
+    norm = gradient_norm(optimizer)
+    if not math.isfinite(norm):
+        return StepOutcome(grad_norm=norm, skipped=True)
+    apply_gradients(optimizer, norm)
     return StepOutcome(grad_norm=norm, skipped=False)

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         code = EXIT_ENVIRONMENT
         message = f"{error.filename}: {error.strerror}" if error.filename else traceback.format_exc()
     except Stopped as error:
-        code, message = EXIT_UNEXPECTED, str(error)
+        code, message = error.exit_code, str(error)
     except Exception as error:
         code, message = EXIT_UNEXPECTED, traceback.format_exc()
         if isinstance(error, dist.DistError) or "gloo/transport" in str(error):

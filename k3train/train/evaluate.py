@@ -11,9 +11,8 @@ from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch, join_batches
 from k3train.data.heldout import heldout
 from k3train.faults import point
-from k3train.train.schedule import run_micro_batches
+from k3train.train.schedule import agree, run_micro_batches
 from k3train.train.setup import StageSetup
-from k3train.train.step import agree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +62,12 @@ def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutL
                     sums += part
     finally:
         _set_training(setup, True)
-    loss, count, _ = agree(setup, sums, False)
+    agreed = agree(setup, sums)
     return HeldoutLoss(
         heldout=name,
         context_tokens=context_tokens,
-        loss=loss,
-        predicted_tokens=count,
+        loss=agreed.loss,
+        predicted_tokens=agreed.predicted_tokens,
         seconds=time.monotonic() - started,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 from k3train.faults import point
 from k3train.train.evaluate import eval_contexts, evaluate
+from k3train.train.examine import TrainingError, Verdict
+from k3train.train.guards import Action
+from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress
 from k3train.train.report import Report
 from k3train.train.resume import check_settings, check_text, train_state
@@ -44,9 +48,11 @@ def train(run: Run, device: torch.device) -> int:
             if progress.step == 0:  # where the first stage's held-out loss falls from
                 report.evaluation(setup, progress, evaluate(setup, [plan.stage.context_tokens]))
                 report.meter.start()
-            latest, stopped = train_stage(setup, progress, report, stop)
+            latest, ended = train_stage(setup, progress, report, stop)
             close_stage(setup)
-            if stopped and progress.tokens < total_tokens(table):
+            if ended is Ended.sent_back:
+                latest, progress = find_progress(run)
+            elif ended is Ended.asked and progress.tokens < total_tokens(table):
                 report.stopped(progress, stop.reason)
                 stop.clear_file()
                 return EXIT_STOPPED
@@ -57,11 +63,24 @@ def train(run: Run, device: torch.device) -> int:
     return EXIT_DONE
 
 
+class Ended(Enum):
+    """Why a stage's training is over."""
+
+    through = "through"
+    """All its tokens are trained."""
+    asked = "asked"
+    """Some rank was asked to stop."""
+    sent_back = "sent back"
+    """A spike sends the run back to its last checkpoint."""
+
+
 def train_stage(
     setup: StageSetup, progress: Progress, report: Report, stop: StopRequest
-) -> tuple[Path, bool]:
-    """Train to the end of the stage or until asked to stop; returns the newest checkpoint and whether it was
-    asked to stop. Every rank must call this."""
+) -> tuple[Path | None, Ended]:
+    """Train until the stage has ended, one way or another; returns the checkpoint that was then saved.
+
+    Raises TrainingError when a step is too bad to go on. Every rank must call this.
+    """
     run, plan = setup.run, setup.plan
     while True:
         point("data.next")
@@ -69,6 +88,11 @@ def train_stage(
             batches = next(setup.batches)
         result = train_step(setup, progress, batches, wants_stop=stop.poll())
         report.step(setup, progress, result)
+        match result.verdict:
+            case Verdict(action=Action.stop) as verdict:
+                raise TrainingError(verdict)
+            case Verdict(action=Action.rollback):
+                return None, Ended.sent_back
         ended = progress.tokens == plan.end_tokens
         with report.meter.pause():
             if ended or _due(progress.step, run.curriculum.eval_every_steps):
@@ -79,7 +103,7 @@ def train_stage(
                 if ended:
                     report.stage_ended(setup, progress)
                 if ended or result.stop:
-                    return path, result.stop
+                    return path, Ended.asked if result.stop else Ended.through
 
 
 def find_progress(run: Run) -> tuple[Path | None, Progress]:
@@ -93,11 +117,14 @@ def find_progress(run: Run) -> tuple[Path | None, Progress]:
         clear_leftovers(folder)
     dist.barrier()
     latest = newest_good(folder)
-    if latest is None:
-        return None, Progress()
-    state = read_train_state(latest)
-    check_settings(run, state, latest)
-    return latest, Progress.from_json(state)
+    progress = Progress()
+    if latest is not None:
+        state = read_train_state(latest)
+        check_settings(run, state, latest)
+        progress = Progress.from_json(state)
+    # Written after the checkpoint, when a step was left out since.
+    progress.guards.left_out = read_left_out(Path(run.dir)) or progress.guards.left_out
+    return latest, progress
 
 
 def restore(setup: StageSetup, latest: Path | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from k3train.train.guards import GuardState
 
 
 @dataclass(kw_only=True, slots=True)
@@ -11,9 +13,10 @@ class Progress:
     """Position of a run. Its clock is ``tokens``; data order and learning rate are functions of it."""
 
     step: int = 0
-    """Optimizer steps taken, over all stages."""
+    """Steps taken, over all stages; those that updated nothing included."""
     tokens: int = 0
     """Tokens trained on, padding included: a sum of whole global batches."""
+    guards: GuardState = field(default_factory=GuardState)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
@@ -22,4 +25,5 @@ class Progress:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:
         """Read back what ``to_json`` wrote. Raises KeyError when an item is missing."""
-        return cls(step=values["step"], tokens=values["tokens"])
+        guards = GuardState.from_json(values["guards"])
+        return cls(step=values["step"], tokens=values["tokens"], guards=guards)

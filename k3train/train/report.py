@@ -15,6 +15,8 @@ from k3train.monitor.monitor import open_monitor
 from k3train.monitor.record import EvalRecord, StepRecord
 from k3train.plan.borders import pipeline_bytes
 from k3train.train.evaluate import HeldoutLoss
+from k3train.train.examine import Verdict
+from k3train.train.guards import Action
 from k3train.train.progress import Progress
 from k3train.train.setup import StageSetup
 from k3train.train.step import StepResult
@@ -53,7 +55,11 @@ class Report:
         self.meter.start()
 
     def step(self, setup: StageSetup, progress: Progress, result: StepResult) -> None:
-        """A step is done."""
+        """A step is done, or was refused."""
+        if result.verdict is not None:
+            self._found(progress, result.verdict)
+        if result.action in (Action.stop, Action.rollback):
+            return
         timing = self.meter.finish_step(setup.plan.stage.batch_tokens)
         balance = result.balance
         self._monitor.write(
@@ -73,8 +79,21 @@ class Report:
                 dead_experts=balance.dead_experts if balance else None,
                 memory_gib=_memory_gib(setup.device),
                 eta_stage_seconds=self.meter.eta_seconds(setup.plan.end_tokens - progress.tokens),
+                skipped=result.action is Action.skip,
+                skipped_steps=progress.guards.skipped,
                 eta_run_seconds=self.meter.eta_seconds(self._total_tokens - progress.tokens),
             )
+        )
+
+    def _found(self, progress: Progress, verdict: Verdict) -> None:
+        self._monitor.event(
+            verdict.kind,
+            step=verdict.step,
+            tokens=progress.tokens,
+            action="warn" if verdict.action is Action.update else verdict.action.value,
+            found=verdict.message,
+            record=str(verdict.record),
+            suspects=verdict.diagnosis.suspects if verdict.diagnosis else None,
         )
 
     def evaluation(self, setup: StageSetup, progress: Progress, losses: list[HeldoutLoss]) -> None:

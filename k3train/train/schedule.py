@@ -1,12 +1,14 @@
-"""Runs micro-batches through the pipeline: forward and backward, or forward alone."""
+"""Runs micro-batches through the pipeline: forward and backward, or forward alone; and sums up over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -46,6 +48,45 @@ def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bo
     for part in sums:
         total += part
     return total
+
+
+def zero_gradients(setup: StageSetup) -> None:
+    """Clear every gradient buffer."""
+    for chunk in setup.chunks:
+        chunk.zero_grad_buffer()
+    setup.optimizer.zero_grad()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """Sums over all ranks; the same on every rank."""
+
+    loss: float
+    """Mean per predicted token, in nats."""
+    predicted_tokens: int
+    grad_norm: float
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+def agree(setup: StageSetup, sums: Tensor, *, wants_stop: bool = False, norm: float = 0.0) -> Agreed:
+    """What all ranks have seen, in one all-reduce of four numbers. Every rank must call this.
+
+    ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk). ``norm``
+    should be the same on every rank; if a broken one disagrees, the result is still the same everywhere.
+    """
+    layout = setup.groups.layout
+    vector = torch.cat([sums, sums.new_tensor([norm, float(wants_stop)])])
+    dist.all_reduce(vector)
+    loss, count, norms, stop = vector.tolist()
+    # Every tensor-parallel rank of the last chunk reports the same tokens.
+    count = round(count / layout.tp)
+    return Agreed(
+        loss=loss / layout.tp / max(count, 1),
+        predicted_tokens=count,
+        grad_norm=norms / layout.world,
+        stop=stop > 0,
+    )
 
 
 def _forward(iterator: Iterator[RankBatch], chunk: Any, *, with_mtp: bool) -> tuple[Tensor, Any]:

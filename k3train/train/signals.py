@@ -12,6 +12,12 @@ EXIT_DONE = 0
 EXIT_UNEXPECTED = 1
 EXIT_BAD_INPUT = 2
 EXIT_ENVIRONMENT = 3
+EXIT_HARDWARE = 16
+"""A step or the state at rest came out differently on one rank: suspect its machine, go on without it."""
+EXIT_BAD_STEP = 17
+"""A step was refused and came out the same when computed again: a restart would meet it again."""
+EXIT_HUNG = 18
+"""A section took far too long; the stacks of all ranks lie in the run's folder. Start again."""
 EXIT_STOPPED = 75
 """The run was asked to stop, has saved, and goes on when it is started again (sysexits' EX_TEMPFAIL)."""
 

@@ -11,14 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from k3train.config.problems import Stopped
 from k3train.data.batch import MicroBatch
 from k3train.faults import point
-from k3train.optim.build import allocate_state, members, optimizer_step, set_learning_rate
+from k3train.optim.build import (
+    allocate_state,
+    apply_gradients,
+    gradient_norm,
+    members,
+    set_learning_rate,
+)
 from k3train.optim.schedule import learning_rate
 from k3train.router.update import update_biases
+from k3train.train.examine import Verdict, examine
+from k3train.train.guards import Action
 from k3train.train.progress import Progress
-from k3train.train.schedule import run_micro_batches
+from k3train.train.schedule import agree, run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup, gradients
 
 
@@ -34,23 +41,30 @@ class Balance:
     """Experts of all layers without a token."""
 
 
-class TrainingError(Stopped):
-    """Training cannot go on; the message says why in one sentence."""
-
-
 @dataclass(kw_only=True, slots=True)
 class StepResult:
     """What one step measured; the same on every rank."""
 
     loss: float
-    """Mean over the step's predicted tokens, before the update."""
+    """Mean over the step's predicted tokens, before the update; NaN when the step was left out."""
     grad_norm: float
-    """Global L2 norm before clipping."""
+    """Global L2 norm before clipping; NaN when the step was left out."""
     learning_rate: float
     balance: Balance | None
-    """Worst router of the model; None without experts."""
+    """Worst router of the model; None without experts or without an update."""
     stop: bool
     """Whether any rank was asked to stop."""
+    verdict: Verdict | None
+    """What was found wrong with the step."""
+    left_out: str | None = None
+    """Why an earlier judgement leaves the step out."""
+
+    @property
+    def action(self) -> Action:
+        """What becomes of the step."""
+        if self.left_out is not None:
+            return Action.skip
+        return Action.update if self.verdict is None else self.verdict.action
 
 
 def train_step(
@@ -58,37 +72,64 @@ def train_step(
 ) -> StepResult:
     """Train on one global batch and advance ``progress``. Every rank must call this.
 
-    ``host`` are the micro-batches of this data-parallel rank. Raises TrainingError when the loss or the
-    gradient norm is not finite; the weights are then as before.
+    ``host`` are the micro-batches of this data-parallel rank. Loss and gradient norm are judged before the
+    optimizer steps. A step that is skipped leaves parameters, moments and selection biases as they were, and
+    its tokens count as trained; one that ends the run, or sends it back, does not advance ``progress``.
     """
     point("step.begin", step=progress.step + 1)
+    left_out = progress.guards.why_left_out(progress.step + 1)
+    if left_out is not None:
+        return _leave_out(setup, progress, left_out, wants_stop)
     zero_gradients(setup)
     sums = run_micro_batches(setup, host, backward=True)
     point("step.gradients", tensors=lambda: gradients(setup.chunks))
-    loss, _, stop = agree(setup, sums, wants_stop)
-    if not math.isfinite(loss):
-        raise TrainingError(_not_finite(setup, progress, host, "loss", loss))
+    seen = agree(setup, sums, wants_stop=wants_stop, norm=gradient_norm(setup.optimizer))
+    verdict = examine(setup, progress, host, sums, seen.loss, seen.grad_norm)
 
     tokens = progress.tokens + setup.plan.stage.batch_tokens
     rate = learning_rate(setup.run, setup.table, tokens)
-    set_learning_rate(setup.optimizer, rate)
-    point("step.update")
-    outcome = optimizer_step(setup.optimizer)
-    if outcome.skipped:
-        raise TrainingError(_not_finite(setup, progress, host, "gradient norm", outcome.grad_norm))
-    balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
-
+    result = StepResult(
+        loss=seen.loss,
+        grad_norm=seen.grad_norm,
+        learning_rate=rate,
+        balance=None,
+        stop=seen.stop,
+        verdict=verdict,
+    )
+    if result.action is Action.update:
+        set_learning_rate(setup.optimizer, rate)
+        point("step.update")
+        apply_gradients(setup.optimizer, seen.grad_norm)
+        result.balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
+        progress.guards.updated(seen.loss, seen.grad_norm, setup.run.guards.spike_window_steps)
+    else:
+        update_biases(setup.chunks, setup.groups.tokens, discard=True)
+        if result.action is not Action.skip:
+            return result
+        progress.guards.not_updated(planned=False)
     point("step.weights", tensors=lambda: weights(setup.chunks))
     point("step.moments", tensors=lambda: moments(setup.optimizer))
     progress.step += 1
     progress.tokens = tokens
     point("step.end")
+    return result
+
+
+def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool) -> StepResult:
+    """Advance over a step that is not trained."""
+    nothing = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    stop = agree(setup, nothing, wants_stop=wants_stop).stop
+    progress.guards.not_updated(planned=why == Action.rollback.value)
+    progress.step += 1
+    progress.tokens += setup.plan.stage.batch_tokens
     return StepResult(
-        loss=loss,
-        grad_norm=outcome.grad_norm,
-        learning_rate=rate,
-        balance=balance,
+        loss=math.nan,
+        grad_norm=math.nan,
+        learning_rate=learning_rate(setup.run, setup.table, progress.tokens),
+        balance=None,
         stop=stop,
+        verdict=None,
+        left_out=why,
     )
 
 
@@ -120,26 +161,6 @@ def rehearse(setup: StageSetup, progress: Progress) -> None:
     zero_gradients(setup)
 
 
-def zero_gradients(setup: StageSetup) -> None:
-    """Clear every gradient buffer."""
-    for chunk in setup.chunks:
-        chunk.zero_grad_buffer()
-    setup.optimizer.zero_grad()
-
-
-def agree(setup: StageSetup, sums: Tensor, wants_stop: bool) -> tuple[float, int, bool]:
-    """Mean loss, predicted tokens and whether to stop, over all ranks, in one all-reduce of three numbers.
-
-    ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk).
-    """
-    vector = torch.cat([sums, sums.new_full((1,), float(wants_stop))])
-    dist.all_reduce(vector)
-    loss, count, stop = vector.tolist()
-    # Every tensor-parallel rank of the last chunk reports the same tokens.
-    count = round(count / setup.groups.layout.tp)
-    return loss / setup.groups.layout.tp / max(count, 1), count, stop > 0
-
-
 def worst_balance(setup: StageSetup, layers: dict[int, dict[str, float]]) -> Balance | None:
     """The worst of every layer, over all pipeline ranks, which own different layers; they must all call this.
 
@@ -158,15 +179,3 @@ def worst_balance(setup: StageSetup, layers: dict[int, dict[str, float]]) -> Bal
         *worst, dead = shared.tolist()
     violation, cv = worst
     return Balance(max_violation=violation, load_cv=cv, dead_experts=int(dead))
-
-
-def _not_finite(
-    setup: StageSetup, progress: Progress, host: list[MicroBatch], what: str, value: float
-) -> str:
-    pieces = [piece for batch in host for piece in batch.documents]
-    named = ", ".join(f"{p.source}[{p.document}]" for p in pieces[:8]) + (" ..." if len(pieces) > 8 else "")
-    return (
-        f"{what} is {value} at step {progress.step + 1} of stage {setup.plan.name} "
-        f"({progress.tokens} tokens). Nothing was updated and the last checkpoint is good: lower "
-        f"optim.learning_rate, or look at this rank's {len(pieces)} documents of the step: {named}"
-    )

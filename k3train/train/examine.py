@@ -1,0 +1,158 @@
+"""What becomes of a step that is not as it should be: computed again, recorded, dealt with as configured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from k3train.checkpoint.agree import on_first_rank
+from k3train.checkpoint.manifest import write_durably
+from k3train.config.problems import Stopped
+from k3train.data.batch import MicroBatch
+from k3train.train.guards import Action, Finding, judge
+from k3train.train.left_out import LeftOut, write_left_out
+from k3train.train.progress import Progress
+from k3train.train.rerun import Diagnosis, compute_again, gather_evidence
+from k3train.train.setup import StageSetup
+from k3train.train.signals import EXIT_BAD_STEP, EXIT_HARDWARE, EXIT_UNEXPECTED
+
+RECORDS = "guards"
+"""Folder in the run's folder with one file for each step that was found bad."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What is wrong with a step and what becomes of it; the same on every rank."""
+
+    step: int
+    """Its number, from 1 over the run."""
+    kind: str
+    """nonfinite, spike or replay."""
+    action: Action
+    message: str
+    """What was found, as one sentence without a full stop."""
+    record: Path
+    """File with all that is known about the step, its documents among them."""
+    diagnosis: Diagnosis | None
+    """What computing it again has shown; None when that was not asked for."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that ends for it."""
+        if self.diagnosis is None:
+            return EXIT_UNEXPECTED
+        return EXIT_HARDWARE if self.diagnosis.hardware else EXIT_BAD_STEP
+
+
+class TrainingError(Stopped):
+    """Training cannot go on; the message says why in one sentence."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(
+            f"{verdict.message}. Nothing was updated and the last checkpoint is good; {verdict.record} lists "
+            "the documents of the step"
+        )
+        self.exit_code = verdict.exit_code
+
+
+def examine(
+    setup: StageSetup, progress: Progress, host: list[MicroBatch], sums: Tensor, loss: float, norm: float
+) -> Verdict | None:
+    """Judge the step that has just been computed; None when nothing is wrong. Every rank must call this.
+
+    ``sums`` is this rank's own part, ``loss`` and ``norm`` are the whole step's. Steps to leave out are
+    written to the run's folder before this returns.
+    """
+    settings, state = setup.run.guards, progress.guards
+    state.enter_stage(setup.plan.name)
+    finding = judge(settings, state, loss, norm)
+    replay = settings.replay_every_steps > 0 and (progress.step + 1) % settings.replay_every_steps == 0
+    diagnosis = None
+    if replay or (finding is not None and finding.action is not Action.update and settings.rerun):
+        evidence = gather_evidence(setup, sums)
+        nonfinite = finding is not None and finding.kind == "nonfinite"
+        diagnosis = compute_again(setup, host, evidence, look_for_nonfinite=nonfinite)
+    if finding is None:
+        if diagnosis is None or not diagnosis.hardware:
+            return None
+        finding = Finding(kind="replay", quantity="step", value=loss, action=Action.stop)
+    finding, limit = _limited(setup, progress, finding)
+    _leave_out(setup, progress, finding)
+    what = "this step repeats differently" if finding.kind == "replay" else str(finding)
+    told = f"{what} in step {progress.step + 1} of stage {setup.plan.name}"
+    message = "; ".join(part for part in (told, diagnosis and str(diagnosis), limit) if part)
+    record = _record(setup, progress, finding, diagnosis, message, loss, norm)
+    return Verdict(
+        step=progress.step + 1,
+        kind=finding.kind,
+        action=finding.action,
+        message=message,
+        record=record,
+        diagnosis=diagnosis,
+    )
+
+
+def _limited(setup: StageSetup, progress: Progress, finding: Finding) -> tuple[Finding, str | None]:
+    """The finding, with ``stop`` in place of what has been done often enough, and why."""
+    settings, state = setup.run.guards, progress.guards
+    if finding.action is Action.skip and state.skipped_in_a_row >= settings.max_skipped_in_a_row:
+        why = f"guards.max_skipped_in_a_row = {settings.max_skipped_in_a_row} steps were skipped before it"
+        return replace(finding, action=Action.stop), why
+    rollbacks = sum(entry.why == Action.rollback.value for entry in state.left_out)
+    if finding.action is Action.rollback and rollbacks >= settings.max_rollbacks:
+        why = f"the run has gone back guards.max_rollbacks = {settings.max_rollbacks} times"
+        return replace(finding, action=Action.stop), why
+    return finding, None
+
+
+def _leave_out(setup: StageSetup, progress: Progress, finding: Finding) -> None:
+    step = progress.step + 1
+    if finding.action is Action.skip:
+        entry = LeftOut(step, step, finding.kind)
+    elif finding.action is Action.rollback:
+        entry = LeftOut(max(step - setup.run.guards.rollback_steps + 1, 1), step, Action.rollback.value)
+    else:
+        return
+    progress.guards.left_out.append(entry)
+    write_left_out(Path(setup.run.dir), progress.guards.left_out)
+
+
+def _record(
+    setup: StageSetup,
+    progress: Progress,
+    finding: Finding,
+    diagnosis: Diagnosis | None,
+    message: str,
+    loss: float,
+    norm: float,
+) -> Path:
+    """Write all that is known about the step; its sequences are those of all ranks together."""
+    step = progress.step + 1
+    path = Path(setup.run.dir) / RECORDS / f"step_{step:08d}.json"
+
+    def write() -> None:
+        sequences = setup.data.documents(progress.step - setup.plan.start_step)
+        content: dict[str, Any] = {
+            "step": step,
+            "stage": setup.plan.name,
+            "tokens": progress.tokens,
+            "found": message,
+            "kind": finding.kind,
+            "action": finding.action.value,
+            # JSON has no NaN.
+            "loss": str(loss),
+            "grad_norm": str(norm),
+            "usual": finding.usual,
+            "score": finding.score,
+            "computed_again": diagnosis and diagnosis.to_json(),
+            "sequences": [[asdict(piece) for piece in sequence] for sequence in sequences],
+        }
+        path.parent.mkdir(exist_ok=True)
+        write_durably(path, json.dumps(content, indent=1).encode())
+
+    on_first_rank(write)
+    return path

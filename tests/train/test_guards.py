@@ -1,0 +1,182 @@
+"""Bad steps in real runs of two ranks: seen before the optimizer steps, dealt with alike on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k3train.config.schema import Checkpoint, Guards, OnNonFinite, OnSpike, Parallel, Run, Stage
+from k3train.faults import PLAN_VARIABLE, plan_from_environment
+from k3train.train.left_out import LEFT_OUT
+from tests.ranks import run_ranks
+from tests.train.runs import losses, make_run, records, train_rank
+
+STEPS = 14
+
+
+def guarded_run(folder: Path, name: str = "run", *, every_steps: int = 0, **guards: Any) -> Run:
+    """One stage of 14 steps on two ranks that share the experts, two micro-batches each."""
+    run = make_run(folder, ranks=2, dir=str(folder / name))
+    run.model.num_layers = 3
+    run.curriculum.stages = {"short": Stage(context_tokens=64, tokens=STEPS * 256, batch_tokens=256)}
+    run.curriculum.eval_tokens = 64
+    run.curriculum.order = ["short"]
+    run.parallel = Parallel(ep=2)
+    run.checkpoint = Checkpoint(every_steps=every_steps)
+    run.guards = Guards(**guards)
+    return run
+
+
+def train_with(run: Run, faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each rank saw while training under these faults."""
+    plan = Path(f"{run.dir}-plan.json")
+    plan.write_text(json.dumps({"faults": faults, "log": f"{run.dir}-log"}))
+    return run_ranks(2, _train, run, str(plan), timeout=200)
+
+
+def _train(rank: int, run: Run, plan: str) -> dict[str, Any]:
+    os.environ[PLAN_VARIABLE] = plan
+    plan_from_environment()
+    from k3train.train import loop
+    from k3train.train.examine import TrainingError
+
+    seen: list[tuple[int, str, bool]] = []
+    step_as_it_is = loop.train_step
+
+    def train_step(setup, progress, host, **options):
+        before, number = _state(setup), progress.step + 1
+        result = step_as_it_is(setup, progress, host, **options)
+        seen.append((number, result.action.value, _state(setup) == before))
+        return result
+
+    loop.train_step = train_step
+    try:
+        return {"code": train_rank(rank, run), "seen": seen, "message": ""}
+    except TrainingError as error:
+        return {"code": error.exit_code, "seen": seen, "message": str(error)}
+
+
+def _state(setup) -> list[int]:
+    """Digests of everything that training changes on this rank, except its position."""
+    from k3train.optim.build import optimizer_steps
+    from k3train.train.digest import digests
+    from k3train.train.step import moments, weights
+
+    buffers = [buffer for chunk in setup.chunks for buffer in chunk.module.buffers()]
+    named = [*weights(setup.chunks), *moments(setup.optimizer)]
+    return [*digests([tensor for _, tensor in named]), *digests(buffers), optimizer_steps(setup.optimizer)]
+
+
+def found(run: Run) -> dict[int, dict[str, Any]]:
+    """Findings by the number of their step."""
+    events = [e for e in records(run, "event") if e["event"] in ("nonfinite", "spike", "replay")]
+    return {event["step"]: event["detail"] for event in events}
+
+
+def test_bad_steps_are_skipped_everywhere_and_a_restart_skips_them_too(tmp_path: Path) -> None:
+    run = guarded_run(tmp_path, nonfinite=OnNonFinite.skip, spike=OnSpike.skip)
+    always = {"times": 0}
+    one, other = train_with(
+        run,
+        [
+            {"point": "step.loss", "kind": "nan", "rank": 1, "step": 3, "occurrence": 2},
+            {"point": "step.backward", "kind": "nan", "rank": 0, "step": 5, "tensor": "experts", **always},
+            {"point": "step.gradients", "kind": "nan", "rank": 1, "step": 7, "tensor": "experts"},
+            {"point": "step.loss", "kind": "scale", "rank": 0, "step": 13, "factor": 1000, **always},
+        ],
+    )
+    assert one == other
+    assert one["code"] == 0
+    assert [step for step, *_ in one["seen"]] == list(range(1, STEPS + 1))
+    assert {step: action for step, action, _ in one["seen"] if action != "update"} == dict.fromkeys(
+        (3, 5, 7, 13), "skip"
+    )
+    assert all(unchanged == (action == "skip") for _, action, unchanged in one["seen"])
+
+    findings = found(run)
+    assert {step: detail["suspects"] for step, detail in findings.items()} == {3: [1], 5: [], 7: [1], 13: []}
+    assert "loss is nan" in findings[3]["found"]
+    assert "suspect the hardware: rank 1" in findings[3]["found"]
+    assert "gradient norm is nan" in findings[5]["found"]
+    assert "first came from the gradient of" in findings[5]["found"]
+    assert "experts" in findings[5]["found"]
+    assert "deviations above the usual" in findings[13]["found"]
+    steps = records(run, "step")
+    assert [step["skipped"] for step in steps] == [s in (3, 5, 7, 13) for s in range(1, STEPS + 1)]
+    assert steps[-1]["skipped_steps"] == 4
+    record = json.loads(Path(findings[5]["record"]).read_text())
+    assert record["computed_again"]["verdict"] == "same"
+    assert [sum(piece["length"] for piece in sequence) <= 64 for sequence in record["sequences"]] == [
+        True
+    ] * 4
+
+    again = guarded_run(tmp_path, "again", nonfinite=OnNonFinite.skip, spike=OnSpike.skip)
+    Path(again.dir).mkdir()
+    (Path(again.dir) / LEFT_OUT).write_bytes((Path(run.dir) / LEFT_OUT).read_bytes())
+    train_with(again, [])
+    known = {step: loss for step, loss in losses(run).items() if step not in (3, 5, 7, 13)}
+    assert {step: loss for step, loss in losses(again).items() if step in known} == known
+
+
+@pytest.mark.parametrize(
+    ("fault", "guards", "code", "words"),
+    [
+        ({"times": 0}, {}, 17, "computed again it came out the same"),
+        ({}, {}, 16, "suspect the hardware: rank 1 is suspected"),
+        (
+            {"step": None, "times": 0, "occurrence": 5},
+            {"nonfinite": OnNonFinite.skip, "max_skipped_in_a_row": 1, "rerun": False},
+            1,
+            "guards.max_skipped_in_a_row = 1 steps were skipped before it",
+        ),
+    ],
+    ids=["data", "hardware", "limit"],
+)
+def test_run_ends_with_the_code_that_says_why(
+    tmp_path: Path, fault: dict[str, Any], guards: dict[str, Any], code: int, words: str
+) -> None:
+    run = guarded_run(tmp_path, **guards)
+    one, other = train_with(run, [{"point": "step.loss", "kind": "nan", "rank": 1, "step": 2, **fault}])
+    assert one == other
+    assert one["code"] == code
+    assert words in one["message"]
+    assert "guards/step_0000000" in one["message"]
+    assert one["seen"][-1][1:] == ("stop", True)
+    assert len(records(run, "step")) == len(one["seen"]) - 1
+
+
+def test_run_goes_back_and_leaves_out_what_led_to_a_spike(tmp_path: Path) -> None:
+    golden = guarded_run(tmp_path, "golden")
+    Path(golden.dir).mkdir()
+    (Path(golden.dir) / LEFT_OUT).write_text('[{"first": 9, "last": 10, "why": "rollback"}]')
+    train_with(golden, [])
+    spike = {"point": "step.loss", "kind": "scale", "rank": 1, "step": 10, "factor": 1000, "times": 0}
+    run = guarded_run(tmp_path, every_steps=4, spike=OnSpike.rollback, rollback_steps=2)
+    one, other = train_with(run, [spike])
+    assert one == other
+    assert one["code"] == 0
+    assert [step for step, *_ in one["seen"]] == [*range(1, 11), *range(9, STEPS + 1)]
+    assert json.loads((Path(run.dir) / LEFT_OUT).read_text()) == json.loads(
+        (Path(golden.dir) / LEFT_OUT).read_text()
+    )
+    assert losses(run) == losses(golden)
+
+
+def test_step_that_repeats_differently_is_caught_by_computing_it_twice(tmp_path: Path) -> None:
+    run = guarded_run(tmp_path, replay_every_steps=3)
+    flip = {"point": "step.backward", "kind": "flip", "rank": 1, "tensor": "layers.0", "bit": 20}
+    one, other = train_with(run, [{**flip, "step": 2}, {**flip, "step": 6}])
+    assert one == other
+    assert one["code"] == 16
+    assert "suspect the hardware: rank 1 is suspected" in one["message"]
+    assert [step for step, *_ in one["seen"]] == [1, 2, 3, 4, 5, 6]
+    quiet, plain = guarded_run(tmp_path, "quiet", replay_every_steps=3), guarded_run(tmp_path, "plain")
+    for each in (quiet, plain):
+        each.curriculum.stages["short"].tokens = 4 * 256
+        train_with(each, [])
+    assert losses(quiet) == losses(plain)
+    assert found(quiet) == {}
