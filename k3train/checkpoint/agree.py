@@ -20,7 +20,7 @@ def every_rank[T](work: Callable[[], T]) -> list[T]:
     try:
         outcome = (True, work())
     except (Exception, CheckpointException) as error:  # peers must hear of it, or they wait for the timeout
-        outcome = (False, _describe(error))
+        outcome = (False, describe(error))
     outcomes: list[Any] = [None] * world()
     if world() == 1:
         outcomes = [outcome]
@@ -42,6 +42,15 @@ def on_first_rank[T](work: Callable[[], T]) -> T:
     return every_rank(lambda: work() if rank() == 0 else None)[0]  # pyright: ignore[reportReturnType]
 
 
+def gather_on_first[T](value: T) -> list[T]:
+    """Every rank's ``value``, by rank, on rank 0; an empty list elsewhere. Every rank must call this."""
+    if world() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world() if rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
 def rank() -> int:
     """This process' rank; 0 outside a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -52,9 +61,10 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """What went wrong, in one sentence, for the ranks that did not see it."""
     if isinstance(error, CheckpointException) and error.failures:
-        return _describe(next(iter(error.failures.values()))[0])
+        return describe(next(iter(error.failures.values()))[0])
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.filename:

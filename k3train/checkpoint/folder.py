@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import uuid
 from pathlib import Path
 
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
-from k3train.checkpoint.manifest import PART, CheckpointError, check_files, check_sizes, read_manifest
+from k3train.checkpoint.manifest import (
+    MANIFEST,
+    PART,
+    CheckpointError,
+    check_files,
+    check_sizes,
+    read_manifest,
+)
+from k3train.checkpoint.trust import check_trusted
 from k3train.faults import point
 
 LATEST = "LATEST"
@@ -33,25 +42,39 @@ def scratch_name(step: int, kind: str) -> str:
 
 
 def committed(directory: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything named like a checkpoint, newest first, good or not."""
-    if not directory.is_dir():
-        return []
-    found = [(m, path) for path in directory.iterdir() if (m := _COMMITTED.fullmatch(path.name))]
+    """(step, folder) of everything named like a checkpoint, newest first, good or not.
+
+    Raises CheckpointError when the folder is there and cannot be read: a run never starts anew by accident.
+    """
+    found = [(m, path) for path in _entries(directory) if (m := _COMMITTED.fullmatch(path.name))]
     return sorted(((int(m[1]), path) for m, path in found), reverse=True)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError as error:
+        if directory.is_symlink():
+            raise CheckpointError(f"{directory} is a link that leads nowhere: repair or remove it") from error
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
 
 
 def newest_good(directory: Path) -> Path | None:
     """The newest checkpoint whose every byte is verified, or None when the folder holds none at all.
 
     A damaged checkpoint is passed over with a warning that names the file. Raises CheckpointError when there
-    are checkpoints and every one is damaged: a run never restarts from nothing by accident. Ranks share the
-    reading; every rank of the world must call this.
+    are checkpoints and every one is damaged: a run never restarts from nothing by accident; and when somebody
+    else could have changed the one that is next. Ranks share the reading; every rank of the world must call
+    this.
     """
     candidates = on_first_rank(lambda: committed(directory))
     reasons = []
     for _, path in candidates:
+        on_first_rank(lambda path=path: _check_trusted_if_complete(path))
         try:
-            verify(path)
+            _verify_content(path)
         except CheckpointError as error:
             reasons.append(str(error))
             if rank() == 0:
@@ -69,9 +92,20 @@ def newest_good(directory: Path) -> Path | None:
 def verify(path: Path) -> None:
     """Read every file of a checkpoint and raise CheckpointError for the first that is not as it was written.
 
-    Each rank reads its share of the files; every rank of the world must call this.
+    Also raises it when somebody else could have changed them. Each rank reads its share of the files; every
+    rank of the world must call this.
     """
+    on_first_rank(lambda: check_trusted(path))
+    _verify_content(path)
 
+
+def _check_trusted_if_complete(path: Path) -> None:
+    """Of a folder without a manifest nothing would be read."""
+    if os.path.lexists(path / MANIFEST):
+        check_trusted(path)
+
+
+def _verify_content(path: Path) -> None:
     def check_my_share() -> None:
         manifest = read_manifest(path)
         check_files(path, manifest, sorted(manifest.files)[rank() :: world()])
@@ -84,16 +118,21 @@ def clear_leftovers(directory: Path) -> None:
 
     A checkpoint that was set aside for a newer one of the same step comes back when that never arrived.
     """
-    if not directory.is_dir():
-        return
-    (directory / f"{LATEST}{PART}").unlink(missing_ok=True)
-    for path in sorted(directory.iterdir()):
+    for path in _entries(directory):
         replaced = _REPLACED.fullmatch(path.name)
-        if replaced and not (directory / replaced[1]).exists():
-            path.rename(directory / replaced[1])
-        elif replaced or _TEMPORARY.fullmatch(path.name):
-            logger.warning("removing %s, left by an interrupted save", path.name)
-            shutil.rmtree(path)
+        try:
+            if replaced and not (directory / replaced[1]).exists():
+                path.rename(directory / replaced[1])
+            elif replaced or _TEMPORARY.fullmatch(path.name):
+                logger.warning("removing %s, left by an interrupted save", path.name)
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    shutil.rmtree(path)
+            elif path.name == f"{LATEST}{PART}":
+                path.unlink()
+        except OSError as error:
+            logger.warning("%s, left by an interrupted save, stays: %s", path, error.strerror)
 
 
 def prune(directory: Path, *, keep: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +14,15 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank
 from k3train.checkpoint.folder import verify
-from k3train.checkpoint.manifest import CheckpointError
+from k3train.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from k3train.checkpoint.reader import PlainReader, plain_data_only
-from k3train.checkpoint.save import TRAIN_STATE, rng_file
+from k3train.checkpoint.stage import FORMAT_NOTE, INDEX, TRAIN_STATE, rng_file
 from k3train.checkpoint.state import (
     layout_identity,
     master_slices,
@@ -57,6 +59,7 @@ def load_checkpoint(
     """
     if not verified:
         verify(path)
+    on_first_rank(lambda: _check_files_read(path))
     record = on_first_rank(lambda: _read_record(path))
     model = model_state(chunks, groups)
     state: dict[str, Any] = dict(model)
@@ -72,6 +75,19 @@ def load_checkpoint(
         every_rank(lambda: _check_master_weights(path, optimizer))
     _restore_rng(path, record, groups)
     return record["train"]
+
+
+def _check_files_read(path: Path) -> None:
+    """Whatever is read must be in the manifest: only that has been verified."""
+    listed = read_manifest(path).files
+    for name in (INDEX, FORMAT_NOTE, TRAIN_STATE):
+        if name not in listed:
+            raise CheckpointError(f"{path / MANIFEST} does not list {name}: this is no checkpoint of k3train")
+    if os.path.lexists(path / COMMON_STATE_FNAME):
+        raise CheckpointError(
+            f"{path / COMMON_STATE_FNAME} is no part of the checkpoint, and megatron-core would load it: "
+            "remove it"
+        )
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -6,11 +6,15 @@ decides: neither torch's shard files nor safetensors notice a flipped bit.
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -63,6 +67,50 @@ def digest_file(path: Path) -> FileEntry:
     return FileEntry(size_bytes=size, xxh3_128=hasher.hexdigest())
 
 
+class DigestingFile(io.BufferedWriter):
+    """A new file that is digested while it is written, front to back."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "xb"), _READ_BYTES)
+        self._path, self._hasher = path, xxhash.xxh3_128()
+        self.error: OSError | None = None
+        """Why writing failed, for callers whose library says it in other words."""
+
+    def write(self, content: Any) -> int:
+        """Append ``content``."""
+        self._hasher.update(content)
+        with self._naming_the_file():
+            return super().write(content)
+
+    def flush(self) -> None:
+        """Hand the content to the system."""
+        with self._naming_the_file():
+            super().flush()
+
+    def close(self) -> None:
+        """Close; what could not be written before is not tried again."""
+        try:
+            super().close()
+        except OSError:
+            if self.error is None:
+                raise
+
+    def finish(self) -> FileEntry:
+        """Make the content durable; returns size and digest of what was written."""
+        with self._naming_the_file():
+            self.flush()
+            os.fsync(self.fileno())
+        return FileEntry(size_bytes=self.tell(), xxh3_128=self._hasher.hexdigest())
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = OSError(error.errno, error.strerror, str(self._path))
+            raise self.error from error
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write MANIFEST.json durably and atomically, with a digest of itself."""
     body = {"format": FORMAT, **asdict(manifest)}
@@ -73,20 +121,32 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises CheckpointError when it is missing, damaged or too new."""
     path = folder / MANIFEST
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is damaged: it is not a file")
         body = json.loads(path.read_bytes())
         claimed = body.pop("self")
         intact = claimed == _self_digest(body)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not intact:
         raise CheckpointError(f"{path} is damaged: its content does not match its digest")
+    try:
+        return _manifest(path, body)
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _manifest(path: Path, body: dict[str, Any]) -> Manifest:
     if body["format"] > FORMAT:
         raise CheckpointError(
             f"{path} has format {body['format']}, this k3train reads up to {FORMAT}: use a newer k3train"
         )
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    for name in files:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CheckpointError(f"{path} lists {name!r}, which is no file of its folder")
     return Manifest(step=body["step"], milestone=body["milestone"], files=files)
 
 
@@ -120,6 +180,12 @@ def write_durably(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -131,10 +197,13 @@ def sync_folder(folder: Path) -> None:
 
 def _check_size(path: Path, entry: FileEntry) -> None:
     try:
-        size = path.stat().st_size
+        found = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} is missing or unreadable: {error.strerror}") from error
-    if size != entry.size_bytes or not path.is_file():
+    size = found.st_size
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is damaged: it is not a file")
+    if size != entry.size_bytes:
         raise CheckpointError(f"{path} has {size} bytes, {MANIFEST} says {entry.size_bytes}")
 
 

@@ -1,28 +1,27 @@
-"""Writing a checkpoint: a folder appears under its final name complete, or not at all."""
+"""Saving: a folder appears under its final name complete, or not at all.
+
+``save_checkpoint`` returns when it is there. ``begin_save`` copies the state and returns; a process of its
+own writes while training goes on, and ``PendingSave.poll``, called by every rank once a step, commits.
+"""
 
 from __future__ import annotations
 
-import functools
 import json
+import logging
 import os
-import queue
 import shutil
-import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.filesystem import _write_item as torch_write_item
+import torch
+import torch.distributed as dist
 
-from k3train.checkpoint import rng
-from k3train.checkpoint.agree import every_rank, on_first_rank, rank
+from k3train.checkpoint.agree import every_rank, gather_on_first, on_first_rank, rank
 from k3train.checkpoint.folder import LATEST, prune, scratch_name, step_name, verify
 from k3train.checkpoint.manifest import (
     CheckpointError,
@@ -32,17 +31,23 @@ from k3train.checkpoint.manifest import (
     check_sizes,
     digest_file,
     read_manifest,
+    sync_file,
     sync_folder,
     write_durably,
     write_manifest,
 )
-from k3train.checkpoint.state import layout_identity, model_state, optimizer_state
+from k3train.checkpoint.reader import PlainReader
+from k3train.checkpoint.stage import TRAIN_STATE, Staged, stage
+from k3train.checkpoint.state import layout_identity
+from k3train.checkpoint.trust import private_files
+from k3train.checkpoint.writer import Status, Writer, Written, write
 from k3train.faults import point
 from k3train.optim.build import allocate_state, optimizer_steps
 from k3train.parallel.groups import Groups
 
-TRAIN_STATE = "train_state.json"
-"""What is not a tensor: the caller's train state, the layout, optimizer steps, versions."""
+_POLL_SECONDS = 0.05
+
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -58,37 +63,143 @@ def save_checkpoint(
     """Write the checkpoint of ``train_state["step"]`` into ``directory`` and return its folder.
 
     ``train_state`` is JSON data: step, tokens, stage, data position, fingerprint, whatever the caller needs
-    to continue. The folder is written under a temporary name, every file is read back and digested by the
-    rank that wrote it, and only then renamed; afterwards all but the newest ``keep`` complete checkpoints and
-    the milestones are deleted. When a good checkpoint of the same state exists, nothing is written again.
+    to continue. The folder is written under a temporary name, every file is digested while it is written and
+    read back by the rank that wrote it, and only then renamed; afterwards all but the newest ``keep``
+    complete checkpoints and the milestones are deleted. When a good checkpoint of the same state exists,
+    nothing is written again.
     Raises CheckpointNotWritten on every rank when any rank fails; older checkpoints are then untouched.
     Every rank of the world must call this.
     """
-    point("ckpt.begin")
+    save = _prepare(directory, chunks, optimizer, train_state, groups, keep, milestone)
+    if isinstance(save, Path):
+        return save
+    written: list[Written] = []
+    with private_files(), _or_not_written(save.final, save.staged.folder):
+        every_rank(lambda: written.append(write(save.staged)))
+    return _commit_everywhere(save, written[0])
+
+
+def begin_save(
+    directory: Path,
+    *,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    train_state: dict[str, Any],
+    groups: Groups,
+    keep: int,
+    milestone: bool = False,
+) -> PendingSave:
+    """Copy the state to the host and let a process of its own write it: see ``save_checkpoint``.
+
+    The files are bit for bit those of a save that waits. Raises CheckpointNotWritten on every rank when the
+    copying fails on one. Every rank of the world must call this.
+    """
+    save = _prepare(directory, chunks, optimizer, train_state, groups, keep, milestone)
+    if isinstance(save, Path):
+        return PendingSave(None, None, save)
+    with private_files(), _or_not_written(save.final, save.staged.folder):
+        writers: list[Writer] = []
+        every_rank(lambda: writers.append(Writer(lambda: write(save.staged))))
+    return PendingSave(save, writers[0], None)
+
+
+class PendingSave:
+    """A checkpoint that other processes are writing. It is no checkpoint before ``poll`` has returned it."""
+
+    def __init__(self, save: _Save | None, writer: Writer | None, done: Path | None) -> None:
+        self._save, self._writer, self._done = save, writer, done
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Process that writes this rank's files; None when they were there already."""
+        return self._writer.pid if self._writer else None
+
+    def poll(self) -> Path | None:
+        """The checkpoint's folder once every rank's files are written and it is committed; None before.
+
+        Raises CheckpointNotWritten on every rank as soon as one rank's writer has failed or died. Every rank
+        of the world must call this.
+        """
+        if self._done or self._save is None or self._writer is None:
+            return self._done
+        status = _worst(self._writer.status())
+        if status is Status.running:
+            return None
+        if status is Status.failed:
+            writer = self._writer
+            with _or_not_written(self._save.final, self._save.staged.folder):
+                every_rank(lambda: writer.result() if writer.status() is Status.failed else writer.end())
+        self._done = _commit_everywhere(self._save, self._writer.result())
+        self._save = None
+        return self._done
+
+    def wait(self) -> Path:
+        """The checkpoint's folder, as soon as it is committed: see ``poll``."""
+        while (path := self.poll()) is None:
+            time.sleep(_POLL_SECONDS)
+        return path
+
+    def end(self) -> None:
+        """Kill this rank's writer; what it has written is cleared away at the next start."""
+        if self._writer:
+            self._writer.end()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Save:
+    """One checkpoint on its way to the disk."""
+
+    final: Path
+    staged: Staged
+    step: int
+    keep: int
+    milestone: bool
+
+
+@contextmanager
+def _or_not_written(final: Path, scratch: Path | None = None) -> Iterator[None]:
+    """Turn an error that every rank has into CheckpointNotWritten, and take away what was half written."""
+    try:
+        yield
+    except CheckpointError as error:
+        if scratch is not None:
+            on_first_rank(lambda: shutil.rmtree(scratch, ignore_errors=True))
+        raise CheckpointNotWritten(
+            f"checkpoint {final.name} was not written: {error} "
+            f"({_free(final.parent)}; older checkpoints are untouched)"
+        ) from error
+
+
+def _free(directory: Path) -> str:
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    return f"{free} bytes, {free / 2**30:.2f} GiB, are free in {directory}"
+
+
+def _prepare(
+    directory: Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    train_state: dict[str, Any],
+    groups: Groups,
+    keep: int,
+    milestone: bool,
+) -> _Save | Path:
+    """The save, staged; or the folder of a good checkpoint of the same state."""
     step = train_state["step"]
     final = directory / step_name(step)
     allocate_state(optimizer)
     record = json.dumps(_record(optimizer, train_state, groups), sort_keys=True, indent=1).encode()
     if _saved_before(final, record, milestone):
         return final
-    scratch = on_first_rank(lambda: _new_scratch(directory, step))
-    try:
-        every_rank(lambda: _write_tensors(scratch, chunks, optimizer, groups))
-        entries: dict[str, FileEntry] = {}
-        for own in every_rank(lambda: _finish_own_files(scratch, record)):
-            entries.update(own)
-        manifest = Manifest(step=step, milestone=milestone, files=entries)
-        on_first_rank(lambda: _commit(scratch, final, manifest))
-    except CheckpointError as error:
-        on_first_rank(lambda: shutil.rmtree(scratch, ignore_errors=True))
-        free = shutil.disk_usage(directory).free
-        raise CheckpointNotWritten(
-            f"checkpoint {final.name} was not written: {error} "
-            f"({free / 2**30:.2f} GiB are free in {directory}; older checkpoints are untouched)"
-        ) from error
-    point("ckpt.prune")
-    on_first_rank(lambda: prune(directory, keep=keep))
-    return final
+    with private_files(), _or_not_written(final):
+        scratch = every_rank(lambda: _new_scratch(directory, step))[0]
+    with _or_not_written(final, scratch):
+        staged: list[Staged] = []
+        every_rank(lambda: staged.append(stage(scratch, chunks, optimizer, groups, record)))
+    return _Save(final=final, staged=staged[0], step=step, keep=keep, milestone=milestone)
 
 
 def _record(optimizer: Any, train_state: dict[str, Any], groups: Groups) -> dict[str, Any]:
@@ -124,52 +235,40 @@ def _saved_before(final: Path, record: bytes, milestone: bool) -> bool:
 
 
 def _new_scratch(directory: Path, step: int) -> Path:
+    """The folder to write into; the first rank's is the one that counts, and the only one that is made."""
+    point("ckpt.begin")
     scratch = directory / scratch_name(step, "tmp")
-    scratch.mkdir(parents=True)
+    if rank() == 0:
+        scratch.mkdir(parents=True)
     return scratch
 
 
-def _write_tensors(scratch: Path, chunks: Sequence[Any], optimizer: Any, groups: Groups) -> None:
-    # megatron-core would start a manager process per rank that imports everything again (seconds), only to
-    # hand results back within this process.
-    filesystem_async._results_queue = queue.Queue()
-    # It also warns that its own writer is going away; the other one needs a package this has no use for.
-    torch_strategy._logged_mcore_async_deprecation = True
-    filesystem_async._write_item = _write_item
-    model = model_state(chunks, groups)
-    state = {**model, "optimizer": optimizer_state(optimizer, model, groups, loading=False)}
-    strategy: Any = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), groups.pg.dp_cp)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about its own insides
-        dist_checkpointing.save(state, str(scratch), strategy)
+def _worst(status: Status) -> Status:
+    """The highest status of all ranks; every rank must call this."""
+    value = torch.tensor([status], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return Status(int(value.item()))
 
 
-@functools.wraps(torch_write_item)  # megatron-core looks at its signature
-def _write_item(*arguments: Any, **options: Any) -> Any:
-    point("ckpt.shard")
-    return torch_write_item(*arguments, **options)
+def _commit_everywhere(save: _Save, written: Written) -> Path:
+    """Make the checkpoint of all ranks' files; every rank of the world must call this."""
+    with private_files(), _or_not_written(save.final, save.staged.folder):
+        gathered = gather_on_first(written)
+        on_first_rank(lambda: _commit(save, gathered))
+    every_rank(lambda: _prune(save))
+    return save.final
 
 
-def _finish_own_files(scratch: Path, record: bytes) -> dict[str, FileEntry]:
-    """Write this rank's small files, make all its files durable and digest them as the disk returns them."""
-    point("ckpt.after_shard_write")
-    write_durably(scratch / rng_file(rank()), json.dumps(rng.capture()).encode())
-    names = [rng_file(rank()), *(path.name for path in scratch.glob(f"__{rank()}_*"))]
-    if rank() == 0:
-        write_durably(scratch / TRAIN_STATE, record)
-        names += [TRAIN_STATE, ".metadata", "metadata.json"]
-    for name in names:
-        with (scratch / name).open("rb") as file:
-            os.fsync(file.fileno())
-    return {name: digest_file(scratch / name) for name in names}
-
-
-def rng_file(of_rank: int) -> str:
-    """Name of the file with one rank's random generators."""
-    return f"rng_{of_rank:05d}.json"
-
-
-def _commit(scratch: Path, final: Path, manifest: Manifest) -> None:
+def _commit(save: _Save, written: list[Written]) -> None:
+    scratch, final = save.staged.folder, save.final
+    files: dict[str, FileEntry] = {}
+    for own in written:
+        files.update(own.files)
+    for name in save.staged.write_index([own.results for own in written]):
+        sync_file(scratch / name)
+        files[name] = digest_file(scratch / name)
+    PlainReader(scratch).read_metadata()  # what could not be loaded again is no checkpoint
+    manifest = Manifest(step=save.step, milestone=save.milestone, files=files)
     # A file that another rank wrote is missing here when the folder is not on a file system all nodes share.
     check_sizes(scratch, manifest)
     point("ckpt.manifest")
@@ -178,7 +277,7 @@ def _commit(scratch: Path, final: Path, manifest: Manifest) -> None:
     point("ckpt.rename")
     aside = None
     if final.exists():
-        aside = final.with_name(scratch_name(manifest.step, "replaced"))
+        aside = final.with_name(scratch_name(save.step, "replaced"))
         os.rename(final, aside)
     os.rename(scratch, final)
     point("ckpt.pointer")
@@ -186,3 +285,13 @@ def _commit(scratch: Path, final: Path, manifest: Manifest) -> None:
     write_durably(final.parent / LATEST, final.name.encode())
     if aside is not None:
         shutil.rmtree(aside)
+
+
+def _prune(save: _Save) -> None:
+    point("ckpt.prune")
+    if rank() != 0:
+        return
+    try:
+        prune(save.final.parent, keep=save.keep)
+    except OSError as error:  # the new checkpoint is there and good
+        logger.warning("an old checkpoint cannot be deleted: %s: %s", error.filename, error.strerror)
