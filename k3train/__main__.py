@@ -99,6 +99,7 @@ def sample(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=100, help="tokens to write (default 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="instead of the run's newest; of the same model")
     options = parser.parse_args(arguments)
     if any("\ud800" <= letter <= "\udfff" for letter in options.prompt):
         parser.error("argument --prompt: is not UTF-8; give text")
@@ -111,11 +112,47 @@ def sample(arguments: list[str]) -> int:
     from k3train.train.sample import sample as write
 
     how = {"prompt": options.prompt, "temperature": options.temperature, "seed": options.seed}
-    print(write(options.run_dir, num_tokens=options.tokens, **how))
+    print(write(options.run_dir, num_tokens=options.tokens, checkpoint=options.checkpoint, **how))
     return DONE
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {v.__name__: v for v in (train, show, check, data, sample)}
+def convert(arguments: list[str]) -> int:
+    """Write a checkpoint in the released Hugging Face layout, or a release as a checkpoint."""
+    parser = _parser("convert", convert)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="export|import")
+    out = actions.add_parser("export", help="from a run or a checkpoint to a folder of safetensors")
+    out.add_argument(
+        "source", type=Path, help="directory of a run, whose newest checkpoint is taken, or of one"
+    )
+    out.add_argument("out", type=Path, help="folder to make")
+    out.add_argument("--layout", choices=("k3", "kimi_linear"), default="k3", help="default k3")
+    out.add_argument(
+        "--precision", choices=("bf16", "fp32"), default="bf16", help="of matrices (default bf16)"
+    )
+    out.add_argument("--like-release", action="store_true", help="router, norms and depth mixes in bf16 too")
+    out.add_argument("--vision-from", type=Path, metavar="DIR", help="release whose image encoder is copied")
+    out.add_argument("--shard-gb", type=float, default=5, help="largest shard in GB (default 5)")
+    back = actions.add_parser("import", help="from a folder of safetensors to a checkpoint")
+    back.add_argument("source", type=Path, help="folder with config.json and safetensors")
+    back.add_argument("out", type=Path, help="checkpoint folder to make, for checkpoint.load_from")
+    back.add_argument("--text-only", action="store_true", help="leave the image encoder out")
+    back.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the one in config.json")
+    options = parser.parse_args(arguments)
+    if options.action == "export" and not options.shard_gb > 0:
+        out.error(f"argument --shard-gb: {options.shard_gb} is no size; use more than 0")
+    from k3train.backend.start import start_backend
+    from k3train.config.schema import Device
+
+    start_backend(Device.cpu)
+    from k3train.checkpoint.hf import command
+
+    print(command.export(options) if options.action == "export" else command.bring_in(options))
+    return DONE
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    v.__name__: v for v in (train, show, check, data, sample, convert)
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
