@@ -1,7 +1,7 @@
 """Kimi K3's text model over the tensors of a release by their published names, from the formulas alone.
 
-It shares nothing with k3train, not even names: a tensor that a conversion put under a wrong name, transposed or
-cut differently gives other logits. float64, one document at a time.
+It shares nothing with k3train, not even names: a tensor that a conversion put under a wrong name, transposed
+or cut differently gives other logits. float64, one document at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ class ReleasedModel:
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], mla_eps: float) -> None:
         self.config = config
-        self.tensors = {name.removeprefix("language_model."): value.double() for name, value in tensors.items()}
+        self.tensors = {
+            name.removeprefix("language_model."): value.double() for name, value in tensors.items()
+        }
         self.mla_eps = mla_eps
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -36,7 +38,9 @@ class ReleasedModel:
             h = self.mix([*bank, prefix], f"{name}.mlp_res")
             h = self.norm(h, f"{name}.post_attention_layernorm")
             dense = layer < c["first_k_dense_replace"]
-            prefix = prefix + (self.mlp(h, f"{name}.mlp") if dense else self.moe(h, f"{name}.block_sparse_moe"))
+            prefix = prefix + (
+                self.mlp(h, f"{name}.mlp") if dense else self.moe(h, f"{name}.block_sparse_moe")
+            )
         out = self.norm(self.mix([*bank, prefix], "model.output_attn_res"), "model.norm")
         return out @ self.tensors["lm_head.weight"].T
 
@@ -64,7 +68,9 @@ class ReleasedModel:
         c = self.config
         scores = torch.sigmoid(self.linear(x, f"{name}.gate"))
         biased = scores + self.tensors[f"{name}.gate.e_score_correction_bias"]
-        chosen = torch.zeros_like(scores).scatter(-1, biased.topk(c["num_experts_per_token"], -1).indices, 1.0)
+        chosen = torch.zeros_like(scores).scatter(
+            -1, biased.topk(c["num_experts_per_token"], -1).indices, 1.0
+        )
         weights = chosen * scores / (chosen * scores).sum(-1, keepdim=True)
         latent, total = self.linear(x, f"{name}.routed_expert_down_proj"), 0
         for e in range(c["num_experts"]):
@@ -100,7 +106,10 @@ class ReleasedModel:
         q, k, v = (conv(part) for part in "qkv")
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
         beta = torch.sigmoid(self.linear(x, f"{name}.b_proj"))
-        z = self.linear(self.linear(x, f"{name}.f_a_proj"), f"{name}.f_b_proj") + self.tensors[f"{name}.dt_bias"]
+        z = (
+            self.linear(self.linear(x, f"{name}.f_a_proj"), f"{name}.f_b_proj")
+            + self.tensors[f"{name}.dt_bias"]
+        )
         rate = self.tensors[f"{name}.A_log"][:heads].exp()[:, None]
         decay = torch.exp(c["gate_lower_bound"] * torch.sigmoid(rate * z.view(t, heads, d)))
         state, out = x.new_zeros(heads, d, d), []

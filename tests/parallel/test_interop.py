@@ -190,7 +190,9 @@ def test_mtp_under_the_names_of_deepseek(bf16: Saved, tmp_path: Path) -> None:
 
 def test_a_matrix_that_would_be_rounded_is_refused(fp32: Saved, tmp_path: Path) -> None:
     export_release(fp32.run, tmp_path / "out", precision=Precision.fp32)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight is F32, which a bf16 model would round") as e:
+    with pytest.raises(
+        CheckpointError, match=r"embed_tokens.weight is F32, which a bf16 model would round"
+    ) as e:
         import_release(tmp_path / "out", tmp_path / "back", precision=Precision.bf16)
     assert len(str(e.value).splitlines()) == 22
     assert "more" in str(e.value).splitlines()[-1]
