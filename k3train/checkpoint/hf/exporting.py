@@ -24,7 +24,7 @@ from k3train.checkpoint.hf.stored import StoredTensors
 from k3train.checkpoint.hf.values import to_release
 from k3train.checkpoint.hf.vision import PREFIXES, read_vision, vision_tensors
 from k3train.checkpoint.manifest import MANIFEST, CheckpointError, sync_folder
-from k3train.checkpoint.save import TRAIN_STATE
+from k3train.checkpoint.stage import TRAIN_STATE
 from k3train.config.build import Builder
 from k3train.config.schema import Model, Precision, Run
 

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from k3train.checkpoint.hf.names import Shape
 from k3train.checkpoint.manifest import Manifest, digest_file, sync_folder, write_durably, write_manifest
 from k3train.checkpoint.reader import PlainReader
-from k3train.checkpoint.save import TRAIN_STATE, rng_file
+from k3train.checkpoint.stage import FORMAT_NOTE, TRAIN_STATE, rng_file
 
 CHUNK_BYTES = 1 << 28
 """Largest piece in which a stack of experts is stored: what a loading rank reads at once."""
@@ -122,7 +122,7 @@ def write_checkpoint(
         for name, text in more.items():
             write_durably(scratch / name, text.encode())
         versions = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        write_durably(scratch / "metadata.json", json.dumps(versions).encode())
+        write_durably(scratch / FORMAT_NOTE, json.dumps(versions).encode())
         digests = {file.name: digest_file(file) for file in sorted(scratch.iterdir())}
         write_manifest(scratch, Manifest(step=train_state["step"], milestone=True, files=digests))
         scratch.rename(path)
