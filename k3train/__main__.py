@@ -27,9 +27,11 @@ def train(arguments: list[str]) -> int:
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
     from k3train.checkpoint.folder import committed
     from k3train.data.preflight import check_data
+    from k3train.optim.rules import assignments
     from k3train.train.claim import claimed
     from k3train.train.launch import launch
 
+    assignments(run.model, run.optim)
     check_data(run)
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains
@@ -40,7 +42,7 @@ def train(arguments: list[str]) -> int:
 
 
 def show(arguments: list[str]) -> int:
-    """Print every setting with changes marked, the stages and the parameters."""
+    """Print every setting with changes marked, the stages and the parameters; `show optim`: update rules."""
     from rich.console import Console
 
     from k3train.config.compose import compose, load_resolved
@@ -52,10 +54,17 @@ def show(arguments: list[str]) -> int:
     parser.add_argument("--diff", action="store_true", help="only the differences")
     parser.add_argument("--against", metavar="FILE", help="a resolved run.yaml, in the place of the defaults")
     options = parser.parse_intermixed_args(arguments)
+    rules_only = options.overrides[:1] == ["optim"]
+    if rules_only:
+        del options.overrides[0]
     run = load_resolved(options.run) if options.run else compose(options.overrides, options.config_dir)
     base = load_resolved(options.against) if options.against else compose([], options.config_dir)
     console = Console()
-    if options.diff:
+    if rules_only:
+        from k3train.optim.show import print_rules
+
+        print_rules(run, console)
+    elif options.diff:
         print_differences(run, base, options.against or "default", console)
     else:
         print_tree(run, base, console)
@@ -68,10 +77,13 @@ def show(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Say everything that is wrong with a configuration, or OK."""
     from k3train.config.compose import compose
+    from k3train.optim.rules import assignments
     from k3train.plan.summary import one_line
 
     options = _composing("check", check).parse_intermixed_args(arguments)
-    print("OK ", one_line(compose(options.overrides, options.config_dir)))
+    run = compose(options.overrides, options.config_dir)
+    assignments(run.model, run.optim)
+    print("OK ", one_line(run))
     return DONE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,9 +24,11 @@ from tests.model_step import Micro
 from tests.parity.test_model import randomise
 from tests.ranks import run_ranks
 
-OPTIM = schema.Optim(learning_rate=3e-3, eps=1e-2, clip_grad_norm=0.5)
+ADAMW = schema.Optim(learning_rate=3e-3, eps=1e-2, clip_grad_norm=0.5)
 """AdamW's first steps are nearly the gradient's sign; a large epsilon keeps them a smooth function of it, so
 that rounding of a gradient close to zero stays rounding."""
+MUON = replace(ADAMW, optimizer=schema.Optimizer.muon, qk_clip=schema.QkClip(enabled=True, threshold=0.02))
+"""Muon for matrices, AdamW for the rest, and a threshold so low that QK-Clip acts on most heads."""
 
 
 @dataclass
@@ -50,6 +52,7 @@ def train(
     micros: Sequence[Micro],
     weights: dict[str, Tensor] | None = None,
     *,
+    optim: schema.Optim = MUON,
     steps: int = 3,
     world: int | None = None,
     **degrees: Any,
@@ -59,7 +62,7 @@ def train(
     ``weights`` are one rank's; None draws them. Micro-batches are dealt to data-parallel ranks.
     """
     world = world or degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
-    ranks = run_ranks(world, _train, model, list(micros), weights, degrees, steps, timeout=120)
+    ranks = run_ranks(world, _train, model, list(micros), weights, degrees, optim, steps, timeout=120)
     assert all(r["norms"] == ranks[0]["norms"] for r in ranks)
     return Trained(
         losses=[sum(r["losses"][i] for r in ranks) for i in range(steps)],
@@ -71,7 +74,7 @@ def train(
     )
 
 
-def _train(rank: int, model, micros, weights, degrees, steps: int) -> dict[str, Any]:
+def _train(rank: int, model, micros, weights, degrees, optim, steps: int) -> dict[str, Any]:
     chunks, groups = model_step.build(model, degrees, randomise)
     if weights is not None:
         sharded.load(chunks, groups, weights)
@@ -81,7 +84,7 @@ def _train(rank: int, model, micros, weights, degrees, steps: int) -> dict[str, 
         DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
         for i, chunk in enumerate(chunks)
     ]
-    optimizer = build_optimizer(OPTIM, wrapped, groups)
+    optimizer = build_optimizer(optim, wrapped, groups)
     shared.finalize_model_grads_func = finalize_model_grads
     shared.grad_scale_func = optimizer.scale_loss
     tokens = sum(int((micro.labels != -100).sum()) for micro in micros)

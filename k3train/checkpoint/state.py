@@ -11,11 +11,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from k3train.optim.build import members
+from k3train.optim.build import members, moment_names
+from k3train.optim.slices import master_slices
 from k3train.parallel.groups import Groups
-
-_KEYS = ("param", "exp_avg", "exp_avg_sq")
-"""Master weights and AdamW's two moments."""
 
 
 def unwrap(chunk: Any) -> Any:
@@ -44,7 +42,7 @@ def optimizer_state(
 ) -> dict[int, dict[str, Any]]:
     """Sharded fp32 master weights and moments of each parameter; every rank must call this.
 
-    Keys are ``optimizer.state.<param|exp_avg|exp_avg_sq>.<name of the parameter>``, shapes those of the
+    Keys are ``optimizer.state.<param or moment>.<name of the parameter>``, shapes those of the
     parameters, so any layout loads them and nothing depends on how parameters are divided between buffers or
     optimizers (megatron-core has two of those with expert parallel). For saving, every bucket is gathered
     within its data-parallel group, on the host; for ``loading`` there are places to load into, for those
@@ -68,7 +66,7 @@ def put_optimizer_state(optimizer: Any, loaded: dict[int, dict[str, Any]]) -> No
     for member in members(optimizer):
         for param, master in master_slices(member).items():
             span = member._get_model_param_range_map(param)["param"]
-            for key, own in _values(member, master).items():
+            for key, own in _values(member, param, master).items():
                 own.copy_(loaded[order[param]][key].reshape(-1)[span.start : span.end])
 
 
@@ -84,46 +82,47 @@ def _whole_values(optimizer: Any, *, loading: bool) -> Iterator[tuple[Any, dict[
             for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
                 gathered = None if loading else _gather_bucket(member, bucket, bucket_ranges, slices)
                 for param in bucket.params_list:
+                    keys = _keys(member, param)
                     if gathered is None:
                         empty = {
-                            key: torch.empty(param.shape, dtype=torch.float32, device="cpu") for key in _KEYS
+                            key: torch.empty(param.shape, dtype=torch.float32, device="cpu") for key in keys
                         }
                         yield param, empty if param in slices else None
                     else:
                         start = buffer.param_index_map[param][0] - bucket.offset
                         stop = start + param.numel()
-                        yield param, {key: v[start:stop].view(param.shape) for key, v in gathered.items()}
+                        yield param, {key: gathered[key][start:stop].view(param.shape) for key in keys}
 
 
 def _gather_bucket(
     member: Any, bucket: Any, ranges: dict[str, Any], slices: dict[Any, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """A bucket's master weights and moments from all ranks of its data-parallel group, padding included."""
+    """A bucket's master weights and moments from all ranks of its data-parallel group, padding included.
+
+    A moment that only some parameters of the bucket have is zero where the others lie.
+    """
     group = member.data_parallel_group
     whole = {}
-    for key in _KEYS:
+    for key in dict.fromkeys(key for param in bucket.params_list for key in _keys(member, param)):
         local = torch.zeros(bucket.grad_data.numel() // group.size(), device=bucket.grad_data.device)
         for param, place in ranges["param_map"].items():
-            span = place["gbuf_local"]
-            local[span.start : span.end].copy_(_values(member, slices[param])[key])
+            if key in _keys(member, param):
+                span = place["gbuf_local"]
+                local[span.start : span.end].copy_(_values(member, param, slices[param])[key])
         out = local.new_empty(bucket.grad_data.numel())
         dist.all_gather_into_tensor(out, local, group=group)
         whole[key] = out.cpu()
     return whole
 
 
-def master_slices(member: Any) -> dict[Any, torch.Tensor]:
-    """This rank's flat fp32 slice of the master weights of each parameter of which it holds one."""
-    pairs = [
-        *zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True),
-        *zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True),
-    ]
-    return {p: own for params, owns in pairs for p, own in zip(params, owns, strict=True)}
+def _keys(member: Any, param: Any) -> tuple[str, ...]:
+    """What is saved of a parameter besides itself: its master weights and moments."""
+    return ("param", *moment_names(member, param))
 
 
-def _values(member: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
+def _values(member: Any, param: Any, master: torch.Tensor) -> dict[str, torch.Tensor]:
     moments = member.optimizer.state[master]
-    return {"param": master, "exp_avg": moments["exp_avg"], "exp_avg_sq": moments["exp_avg_sq"]}
+    return {"param": master, **{key: moments[key] for key in moment_names(member, param)}}
 
 
 def _like(place: Any, key: str, value: torch.Tensor) -> Any:

@@ -28,7 +28,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: 
     assert borders[0] == 0, borders
     assert borders[-1] == q.shape[0], (borders[-1], q.shape)
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        runs = _runs(borders, LONG_TOKENS)
+        runs = document_runs(borders, LONG_TOKENS)
         cuts = [slice(run[0], run[-1]) for run in runs]
         out = [_gpu_run(q[cut], k[cut], v[cut], run, scale) for cut, run in zip(cuts, runs, strict=True)]
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -36,11 +36,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: 
     d, e = q.shape[-1], v.shape[-1]
     q, k, v = (F.pad(x, (0, max(d, e) - x.shape[-1])) for x in (q, k, v))
     out = []
-    for run in _runs(borders, SHORT_TOKENS):
+    for run in document_runs(borders, SHORT_TOKENS):
         # Each part is [1, h, tokens of the run, d].
         qr, kr, vr = (x[run[0] : run[-1]].transpose(0, 1)[None] for x in (q, k, v))
         alone = len(run) == 2
-        mask = None if alone else _block_mask(tuple(border - run[0] for border in run), q.device)
+        mask = None if alone else causal_mask(tuple(border - run[0] for border in run), q.device)
         o = F.scaled_dot_product_attention(qr, kr, vr, attn_mask=mask, is_causal=alone, scale=scale)
         out.append(o[0].transpose(0, 1))
     return torch.cat(out)[..., :e]
@@ -49,14 +49,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: float) -> Tensor:
     """The same as ``attention`` by one masked dense softmax in fp32 or better: memory n * n * h."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    mask = _block_mask(borders, q.device)
+    mask = causal_mask(borders, q.device)
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), k.to(dtype)) * scale
     p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khe->qhe", p, v.to(dtype)).to(q.dtype)
 
 
 @lru_cache(maxsize=64)
-def _runs(borders: tuple[int, ...], short: int) -> tuple[tuple[int, ...], ...]:
+def document_runs(borders: tuple[int, ...], short: int) -> tuple[tuple[int, ...], ...]:
     """Borders of each run: consecutive documents joined up to ``short`` tokens, longer ones alone."""
     runs: list[list[int]] = []
     for start, stop in pairwise(borders):
@@ -67,7 +67,7 @@ def _runs(borders: tuple[int, ...], short: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(run) for run in runs)
 
 
-def _block_mask(borders: tuple[int, ...], device: torch.device) -> Tensor:
+def causal_mask(borders: tuple[int, ...], device: torch.device) -> Tensor:
     """bool [t, t]: True where the query (row) may see the key (column)."""
     lengths = torch.tensor(borders, device=device).diff()
     document = torch.repeat_interleave(lengths, output_size=borders[-1])

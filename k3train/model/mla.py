@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from k3train.kernels.attention import attention
+from k3train.kernels.max_logits import max_logits
 from k3train.kernels.packing import Packing
 from k3train.model.config import K3Config
 from k3train.model.norm import RmsNorm
@@ -53,6 +54,8 @@ class GatedMla(MegatronModule):
         self.nope, self.shared, self.value = mla.qk_head_dim, mla.qk_shared_head_dim, mla.v_head_dim
         self.latent = mla.kv_lora_rank
         self.scale = (self.nope + self.shared) ** -0.5
+        self.max_logits: Tensor | None = None
+        """fp32 [heads / tp]: largest logits since the last reset, of the heads that this rank attends for."""
         hidden = config.k3.hidden_size
 
         def column(inputs: int, outputs: int, kind: type = ColumnParallelLinear) -> Any:
@@ -101,11 +104,36 @@ class GatedMla(MegatronModule):
         q = all_to_all(q, self.cp_group, split_dim=1, concat_dim=0)  # [n, h/(tp*cp), nope + shared]
         k, v = self._keys_and_values(hidden_states)
         borders = (0, q.shape[0]) if packed_seq_params is None else packed_seq_params.cu_seqlens
+        if self.max_logits is not None and self.training and torch.is_grad_enabled():
+            self._observe(q, k, borders)
         out = attention(q, k, v, borders, self.scale)
         out = all_to_all(out, self.cp_group, split_dim=0, concat_dim=1)  # [n/cp, h/tp, value]
         gate, _ = self.g_proj(hidden_states)
         out = out.reshape(gate.shape).float() * torch.sigmoid(gate.float())
         return self.o_proj(out.to(gate.dtype))[0], None
+
+    def track_logits(self) -> None:
+        """From now on keep the largest logit of each head over all training passes (see ``max_logits``).
+
+        Passes without gradient do not count: evaluation, and the first of the two under full recomputation.
+        """
+        device = torch.cuda.current_device()
+        self.max_logits = torch.full((self.local_heads,), float("-inf"), dtype=torch.float32, device=device)
+
+    def clip_factors(self, gamma: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Weights that make queries and keys, each with a factor per row that shrinks head h's logits by
+        ``gamma`` [heads / tp]; the key channels that all heads share stay (QK-Clip, arXiv:2507.20534)."""
+        root, one = gamma.sqrt(), torch.ones_like(gamma)
+        q_rows = torch.cat([root[:, None].expand(-1, self.nope), gamma[:, None].expand(-1, self.shared)], 1)
+        kv_rows = torch.cat([root[:, None].expand(-1, self.nope), one[:, None].expand(-1, self.value)], 1)
+        return [(self.q_b.weight, q_rows.flatten()), (self.kv_b.weight, kv_rows.flatten())]
+
+    @torch.no_grad()
+    def _observe(self, q: Tensor, k: Tensor, borders: tuple[int, ...]) -> None:
+        assert self.max_logits is not None
+        heads = q.shape[1]
+        own = self.max_logits[self.cp_group.rank() * heads :][:heads]
+        own.copy_(torch.maximum(own, max_logits(q, k, borders, self.scale)))
 
     def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """k [n, h/(tp*cp), nope + shared] and v [n, h/(tp*cp), value] from the gathered narrow latent."""

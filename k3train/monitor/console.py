@@ -81,6 +81,8 @@ def _step_line(record: StepRecord) -> str:
         parts.append(f"imbalance {record.router_max_violation:.2f}")
     if record.dead_experts:
         parts.append(f"dead {record.dead_experts}")
+    if record.max_logit is not None:
+        parts.append(f"logit {record.max_logit:.1f}")
     if record.memory_gib is not None:
         parts.append(f"mem {record.memory_gib:.1f} GiB")
     parts.append(f"eta {duration(record.eta_stage_seconds)} stage, {duration(record.eta_run_seconds)} run")

@@ -35,6 +35,8 @@ class StepRecord:
     """Worst layer's coefficient of variation of expert load."""
     dead_experts: int | None = None
     """Experts of all layers that received no token in this step."""
+    max_logit: float | None = None
+    """Largest attention logit of MLA in this step, before QK-Clip; None without QK-Clip."""
     memory_gib: float | None = None
     """Largest device memory in use on any rank so far; None on the CPU."""
     eta_stage_seconds: float | None = None

@@ -1,4 +1,4 @@
-"""The optimizer of a run: megatron-core's distributed AdamW, and how a step uses it."""
+"""The optimizer of a run over megatron-core's distributed optimizer, and how a step uses it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from k3train.config.schema import Optim
+from k3train.config.schema import Optim, Optimizer
 from k3train.optim import adam
 from k3train.optim.decay import is_decayed
+from k3train.optim.muon import MARK, MuonAdamW
+from k3train.optim.qk_clip import QkClip, mla_layers
+from k3train.optim.rules import Assignment, Rule, assignments
+from k3train.optim.slices import all_parameters, slices_of
 from k3train.parallel.groups import Groups
 
 
@@ -30,8 +34,9 @@ def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
 
     ``chunks`` are wrapped in megatron-core's DistributedDataParallel with the distributed optimizer on: each
     data-parallel rank holds fp32 master weights and moments of its slice (ZeRO-1). Master weights are copies
-    when parameters are bf16 and the parameters themselves when they are fp32. Every rank of the world must
-    call this.
+    when parameters are bf16 and the parameters themselves when they are fp32. With ``optim.optimizer=muon``
+    each parameter of a K3 model gets its rule of ``k3train.optim.rules``. Every rank of the world must call
+    this.
     """
     adam.install()
     from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
@@ -53,27 +58,72 @@ def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
         use_distributed_optimizer=True,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
-    exempt = ParamKey(
-        with_name_predicate=ParamWithNamePredicate(
-            name="k3train_no_weight_decay", fn=lambda param, name: not is_decayed(name, param)
-        )
-    )
+
+    def having(name: str, fn: Any) -> Any:
+        return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))
+
+    exempt = having("k3train_no_weight_decay", lambda param, name: not is_decayed(name, param))
+    overrides: dict[Any, Any] = {exempt: {"wd_mult": 0.0}}
+    rules: dict[str, Assignment] = {}
+    if optim.optimizer is Optimizer.muon:
+        rules = assignments(chunks[0].config.k3, optim)
+        by_muon = having("k3train_muon", lambda param, name: _takes_muon(rules, name))
+        overrides[by_muon] = {MARK: "muon"}
     optimizer = get_megatron_optimizer(
         config,
         list(chunks),
-        config_overrides={exempt: {"wd_mult": 0.0}},
+        config_overrides=overrides,
         use_gloo_process_groups=False,
         pg_collection=groups.pg,
     )
     # wd_mult is only a note in the group that megatron-core's own scheduler would apply.
     for group in optimizer.param_groups:
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+    if rules or optim.qk_clip.enabled:
+        _add_muon(optim, optimizer, chunks, rules, groups)
     return optimizer
+
+
+def _add_muon(
+    optim: Optim, optimizer: Any, chunks: Sequence[Any], rules: dict[str, Assignment], groups: Groups
+) -> None:
+    """Put Muon and QK-Clip around the AdamW of each distributed optimizer in the chain."""
+    names = {param: _plain(name) for chunk in chunks for name, param in chunk.named_parameters()}
+    layers = mla_layers(chunks)
+    for member in members(optimizer):
+        own = all_parameters(member)
+        matrices = [p for p in own if names[p] in rules and rules[names[p]].rule is not Rule.adamw]
+        slices = slices_of(member, names)
+        here = {id(param) for param in own}
+        clips = optim.qk_clip.enabled and any(id(layer.q_b.weight) in here for layer in layers)
+        clip = QkClip(optim.qk_clip.threshold, layers, slices, groups.pg.dp_cp) if clips else None
+        member.optimizer = MuonAdamW(member.optimizer, optim.muon, slices, matrices, rules, groups, clip=clip)
+        member.init_state_fn = lambda inner, config: inner.allocate()
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers put before it."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _takes_muon(rules: dict[str, Assignment], name: str) -> bool:
+    plain = _plain(name)
+    if plain not in rules:
+        raise ValueError(f"{plain} has no optimizer rule: add it to k3train/plan/parameters.py")
+    return rules[plain].rule is not Rule.adamw
 
 
 def members(optimizer: Any) -> list[Any]:
     """The distributed optimizers in the chain that hold parameters of this rank, in the chain's order."""
     return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
+
+
+def moment_names(member: Any, param: Any) -> tuple[str, ...]:
+    """Names of the moments that the update rule of ``param`` keeps beside its master weights."""
+    by_muon = isinstance(member.optimizer, MuonAdamW) and param in member.optimizer.matrices
+    return ("momentum",) if by_muon else ("exp_avg", "exp_avg_sq")
 
 
 def allocate_state(optimizer: Any) -> None:
@@ -138,3 +188,19 @@ def optimizer_step(optimizer: Any) -> StepOutcome:
         return StepOutcome(grad_norm=norm, skipped=True)
     apply_gradients(optimizer, norm)
     return StepOutcome(grad_norm=norm, skipped=False)
+
+
+def largest_logit(optimizer: Any) -> float:
+    """Largest attention logit that QK-Clip met in the last step in this rank's layers; -inf without any."""
+    return max((float(clip.largest) for clip in _clips(optimizer)), default=-math.inf)
+
+
+def forget_logits(optimizer: Any) -> None:
+    """Throw away what QK-Clip has seen since the last step, for passes that no step will follow."""
+    for clip in _clips(optimizer):
+        clip.reset()
+
+
+def _clips(optimizer: Any) -> list[QkClip]:
+    inner = [member.optimizer for member in members(optimizer)]
+    return [each.clip for each in inner if isinstance(each, MuonAdamW) and each.clip is not None]

@@ -77,6 +77,7 @@ class Report:
                 router_max_violation=balance.max_violation if balance else None,
                 router_cv=balance.load_cv if balance else None,
                 dead_experts=balance.dead_experts if balance else None,
+                max_logit=result.max_logit,
                 memory_gib=_memory_gib(setup.device),
                 eta_stage_seconds=self.meter.eta_seconds(setup.plan.end_tokens - progress.tokens),
                 skipped=result.action is Action.skip,

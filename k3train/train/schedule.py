@@ -15,6 +15,7 @@ from torch import Tensor
 from k3train.data.batch import IGNORE, MicroBatch
 from k3train.data.device import RankBatch, to_device
 from k3train.faults import point
+from k3train.optim.build import forget_logits
 from k3train.train.setup import StageSetup
 
 
@@ -51,10 +52,11 @@ def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bo
 
 
 def zero_gradients(setup: StageSetup) -> None:
-    """Clear every gradient buffer."""
+    """Clear every gradient buffer, and what QK-Clip saw in the passes that filled them."""
     for chunk in setup.chunks:
         chunk.zero_grad_buffer()
     setup.optimizer.zero_grad()
+    forget_logits(setup.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

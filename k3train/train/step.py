@@ -17,6 +17,7 @@ from k3train.optim.build import (
     allocate_state,
     apply_gradients,
     gradient_norm,
+    largest_logit,
     members,
     set_learning_rate,
 )
@@ -56,6 +57,8 @@ class StepResult:
     """Whether any rank was asked to stop."""
     verdict: Verdict | None
     """What was found wrong with the step."""
+    max_logit: float | None = None
+    """Largest attention logit of MLA, before QK-Clip; None without QK-Clip or without an update."""
     left_out: str | None = None
     """Why an earlier judgement leaves the step out."""
 
@@ -101,6 +104,7 @@ def train_step(
         point("step.update")
         apply_gradients(setup.optimizer, seen.grad_norm)
         result.balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
+        result.max_logit = worst_logit(setup)
         progress.guards.updated(seen.loss, seen.grad_norm, setup.run.guards.spike_window_steps)
     else:
         update_biases(setup.chunks, setup.groups.tokens, discard=True)
@@ -145,6 +149,15 @@ def moments(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
         for master, state in member.optimizer.state.items():
             yield "master", master
             yield from ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def worst_logit(setup: StageSetup) -> float | None:
+    """The largest attention logit of the step over all ranks, which must all call this; None when off."""
+    if not setup.run.optim.qk_clip.enabled:
+        return None
+    largest = torch.tensor(largest_logit(setup.optimizer), dtype=torch.float32, device=setup.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=setup.groups.pg.mp)
+    return float(largest) if largest > -math.inf else None
 
 
 def rehearse(setup: StageSetup, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.save import save_checkpoint
 from k3train.checkpoint.state import master_slices, model_state, optimizer_state
-from k3train.config.schema import Optim, Precision
+from k3train.config.schema import Optim, Optimizer, Precision
 from k3train.model.payload import schedule_config
 from k3train.optim.build import allocate_state, build_optimizer
 from k3train.optim.decay import is_decayed
@@ -39,6 +39,9 @@ TABLE = [
 ]
 MICROS = [make_micro((0, 1, 17, 36, 40), MODEL.vocab_size, seed) for seed in range(4)]
 
+OPTIM = Optim(optimizer=Optimizer.muon)
+"""Some parameters have AdamW's two moments, others one momentum."""
+
 
 def build(degrees: dict[str, int], precision: Precision) -> Any:
     chunks, groups = model_step.build(replace(MODEL, precision=precision), degrees, randomise)
@@ -48,7 +51,7 @@ def build(degrees: dict[str, int], precision: Precision) -> Any:
         DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
         for i, chunk in enumerate(chunks)
     ]
-    optimizer = build_optimizer(Optim(), wrapped, groups)
+    optimizer = build_optimizer(OPTIM, wrapped, groups)
     allocate_state(optimizer)
     return wrapped, optimizer, groups
 
@@ -110,7 +113,9 @@ def test_the_model_crosses_layouts_bitwise(
     before, after = (assemble([each[0] for each in run]) for run in (saved, loaded))
     assert before.keys() == after.keys()
     assert [key for key in before if not torch.equal(before[key], after[key])] == []
-    assert all(value.any() for key, value in after.items() if "exp_avg" in key)
+    moments = {key for key in after if "exp_avg" in key or "momentum" in key}
+    assert {key.split(".")[2] for key in moments} == {"exp_avg", "exp_avg_sq", "momentum"}
+    assert all(after[key].any() for key in moments)
     # Activations in bf16 round by 2^-8; parameters above are equal bit for bit in both.
     loss = sum(each[1] for each in saved)
     tolerance = 1e-6 if precision is FP32 else 4e-3

@@ -15,7 +15,7 @@ from tests import model_step
 from tests.model_step import make_micro
 from tests.parity.test_model import MODEL
 from tests.ranks import run_ranks
-from tests.train_steps import Trained, difference, train
+from tests.train_steps import ADAMW, MUON, Trained, difference, train
 
 # Ragged documents that cross shards, one-token ones, padding tails; 30 to 39 loss tokens.
 MICROS = [
@@ -56,15 +56,26 @@ LAYOUTS = [
 ]
 
 
+ALSO_ADAMW = ("pp2x2", "cp4", "tp2 cp2 ep2")
+"""Layouts that train with AdamW on every parameter too."""
+
+
 @cache
-def one_rank(num_layers: int) -> Trained:
-    return train({model.num_layers: model for model in (SIX, EIGHT)}[num_layers], MICROS)
+def one_rank(num_layers: int, optimizer: schema.Optimizer) -> Trained:
+    model = {model.num_layers: model for model in (SIX, EIGHT)}[num_layers]
+    return train(model, MICROS, optim=MUON if optimizer is schema.Optimizer.muon else ADAMW)
 
 
-@pytest.mark.parametrize(("model", "layout"), [pytest.param(m, d, id=name) for name, m, d in LAYOUTS])
-def test_layout_trains_as_one_rank(request, model, layout):
-    want = one_rank(model.num_layers)
-    got = train(model, MICROS, want.weights, **layout)
+@pytest.mark.parametrize(
+    ("model", "layout", "optim"),
+    [
+        *(pytest.param(m, d, MUON, id=name) for name, m, d in LAYOUTS),
+        *(pytest.param(m, d, ADAMW, id=f"{name} adamw") for name, m, d in LAYOUTS if name in ALSO_ADAMW),
+    ],
+)
+def test_layout_trains_as_one_rank(request, model, layout, optim):
+    want = one_rank(model.num_layers, optim.optimizer)
+    got = train(model, MICROS, want.weights, optim=optim, **layout)
     losses = [abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(got.norms, want.norms, strict=True)]
     gradient, which = difference(got.gradients, want.gradients)

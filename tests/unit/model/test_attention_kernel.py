@@ -34,7 +34,7 @@ def test_equals_dense_softmax(monkeypatch, borders, d, e, short):
 
 def test_runs_tile_the_buffer_and_keep_long_documents_whole():
     borders = (0, 3, 5, 700, 703, 1200, 1201, 3000)
-    runs = kernel._runs(borders, kernel.SHORT_TOKENS)
+    runs = kernel.document_runs(borders, kernel.SHORT_TOKENS)
     assert [run[0] for run in runs[1:]] == [run[-1] for run in runs[:-1]]
     assert (runs[0][0], runs[-1][-1]) == (0, 3000)
     assert sorted({border for run in runs for border in run}) == list(borders)
@@ -42,7 +42,7 @@ def test_runs_tile_the_buffer_and_keep_long_documents_whole():
 
 
 def test_thousands_of_tiny_documents_take_few_calls():
-    assert len(kernel._runs(tuple(range(0, 8193, 2)), kernel.SHORT_TOKENS)) == 16
+    assert len(kernel.document_runs(tuple(range(0, 8193, 2)), kernel.SHORT_TOKENS)) == 16
 
 
 @pytest.mark.gpu
