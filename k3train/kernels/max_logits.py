@@ -16,8 +16,8 @@ def max_logits(q: Tensor, k: Tensor, borders: tuple[int, ...], scale: float) -> 
     """max over queries i and the keys j that they see of scale * q_i k_j, fp32 [h].
 
     q, k [n, h, d]; ``borders`` are the documents' starts and, last, n. The fused attention kernels do not
-    return it, so the products of queries and keys are taken a second time, block by block: half of
-    attention's forward pass, no memory to speak of.
+    return it, so the products of queries and keys are taken a second time, block by block: about half of
+    attention's forward pass again, no memory to speak of.
     """
     heads = q.shape[1]
     best = q.new_full((heads,), float("-inf"), dtype=torch.float32)
