@@ -16,6 +16,7 @@ from megatron.core.distributed import (
 
 from k3train.config import schema
 from k3train.model.payload import schedule_config
+from k3train.optim import exchange as exchange_module
 from k3train.optim.build import build_optimizer, forget_logits, largest_logit, members, optimizer_step
 from k3train.optim.exchange import Exchange, Matrix, Piece
 from k3train.optim.qk_clip import mla_layers
@@ -38,8 +39,8 @@ OPTIONS = {
 }
 
 
-def follow(rank: int, optim: schema.Optim) -> dict[str, Any]:
-    """Three steps of the real optimizer on one rank, each followed by the plain one on the same gradients."""
+def build(optim: schema.Optim) -> Any:
+    """(chunks, wrapped chunks, optimizer, groups) of the six-layer model on one rank."""
     chunks, groups = model_step.build(SIX, {}, randomise)
     config = schedule_config(chunks[0].config, groups.layout)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -47,6 +48,12 @@ def follow(rank: int, optim: schema.Optim) -> dict[str, Any]:
     optimizer = build_optimizer(optim, wrapped, groups)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    return chunks, wrapped, optimizer, groups
+
+
+def follow(rank: int, optim: schema.Optim) -> dict[str, Any]:
+    """Three steps of the real optimizer on one rank, each followed by the plain one on the same gradients."""
+    chunks, wrapped, optimizer, groups = build(optim)
     parameters = dict(chunks[0].named_parameters())
     plain = PlainMuon(SIX, optim, {name: p.detach() for name, p in parameters.items()})
     errors, clipped = [], 0
@@ -81,8 +88,9 @@ def test_three_steps_are_those_of_plain_loops(optim: schema.Optim) -> None:
         assert 0 < found["clipped"] < found["heads"]
 
 
-def scattered(rank: int, dtype: torch.dtype) -> Any:
+def scattered(rank: int, dtype: torch.dtype, round_elements: int) -> Any:
     """Matrices cut over three ranks in every way: inside, over tensor-parallel shards, with copies."""
+    exchange_module.ROUND_ELEMENTS = round_elements  # this process ends with the test
     whole = {m: torch.arange(m.elements).view(m.rows, m.columns) + 100.0 * i for i, m in enumerate(MATRICES)}
     shards = {m: [part.reshape(-1) for part in value.chunk(m.shards, m.dim)] for m, value in whole.items()}
     pieces, values, place = [], [], 0
@@ -120,22 +128,18 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_owners_see_whole_matrices_and_every_holder_gets_its_part_back(dtype: torch.dtype) -> None:
-    results = run_ranks(3, scattered, dtype)
+@pytest.mark.parametrize(("dtype", "round_elements"), [(torch.float32, 2**28), (torch.bfloat16, 12)], ids=str)
+def test_owners_see_whole_matrices_and_every_holder_gets_its_part_back(
+    dtype: torch.dtype, round_elements: int
+) -> None:
+    results = run_ranks(3, scattered, dtype, round_elements)
     assert all(equal and right for equal, right, _, _ in results)
     assert sum(count for _, _, count, _ in results) == len(MATRICES)
     assert 0 < sum(sent for *_, sent in results) <= 2 * sum(m.elements for m in MATRICES)
 
 
 def forgotten(rank: int) -> tuple[bool, bool]:
-    chunks, groups = model_step.build(SIX, {}, randomise)
-    config = schedule_config(chunks[0].config, groups.layout)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    wrapped = [DistributedDataParallel(config, ddp, chunks[0], pg_collection=groups.pg)]
-    optimizer = build_optimizer(replace(MUON, optimizer=schema.Optimizer.adamw), wrapped, groups)
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    chunks, wrapped, optimizer, groups = build(replace(MUON, optimizer=schema.Optimizer.adamw))
     assert not any(member.optimizer.matrices for member in members(optimizer))
     (layer, *_) = mla_layers(chunks)
 
