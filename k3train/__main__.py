@@ -17,7 +17,7 @@ DONE, UNEXPECTED, BAD_INPUT, ENVIRONMENT, STOPPED = 0, 1, 2, 3, 75
 
 def train(arguments: list[str]) -> int:
     """Compose, check and train on this machine, or go on with a run that stopped."""
-    from k3train.config.compare import settle
+    from k3train.config.compare import describe, settle
     from k3train.config.compose import compose
 
     options = _composing("train", train).parse_intermixed_args(arguments)
@@ -36,8 +36,8 @@ def train(arguments: list[str]) -> int:
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains
         trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
-        for difference in settle(run, resolved, trained_steps=trained):
-            print(f"changed since the last start: {difference}", flush=True)
+        for line in describe(settle(run, resolved, trained_steps=trained)):
+            print(line, flush=True)
     return launch(run, resolved)
 
 

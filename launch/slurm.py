@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from shlex import quote
 
-from k3train.config.compare import settle
+from k3train.config.compare import describe, settle
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
@@ -108,8 +108,8 @@ def submit(run: Run, script: str, folder: Path) -> int:
     Raises ConfigError when the folder holds another run.
     """
     run_dir = folder / run.dir
-    for difference in settle(run, run_dir / RESOLVED, trained_steps=_trained_steps(run_dir)):
-        print(f"changed since the last start: {difference}")
+    for line in describe(settle(run, run_dir / RESOLVED, trained_steps=_trained_steps(run_dir))):
+        print(line)
     job = run_dir / JOB
     job.write_text(script)
     try:

@@ -1,4 +1,4 @@
-"""What changed between two runs, and whether a run directory may go on with the change."""
+"""What changed between two starts of a run, and whether it may go on with the change."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from k3train.config import history
 from k3train.config.build import to_plain
 from k3train.config.compose import load_resolved, replace_resolved, save_resolved
+from k3train.config.identity import Kind, covers, kind_of
 from k3train.config.problems import ConfigError, ConfigProblem, shown
-from k3train.config.schema import Run
-
-_IDENTITY = ("seed", "model", "data")
-_TUNABLE = ("data.heldout", "data.prefetch_steps", "data.allow_unsealed")
-"""Below the identity, what may change all the same."""
-_STAGE_TUNABLE = ("parallel", "learning_rate", "micro_batch_sequences")
-"""Of a stage that has begun, what may change all the same: it decides speed or what is yet to come."""
+from k3train.config.schema import Run, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +22,53 @@ class Difference:
     key: str
     old: object
     new: object
+    rule: str = ""
+    """Why the run cannot go on with the new value; empty when it can."""
 
     def __str__(self) -> str:
         return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
 
 
-def compare(old: Run, new: Run, *, trained_steps: int = 0) -> tuple[list[Difference], list[Difference]]:
-    """Differences of what is trained (model, seed, data, stages that have begun), and all others."""
-    identity: list[Difference] = []
-    tunable: list[Difference] = []
-    begun = _begun_stages(old, trained_steps)
-    if new.curriculum.order[: len(begun)] != begun:
-        identity.append(Difference("curriculum.order", old.curriculum.order, new.curriculum.order))
-    for difference in differences(old, new):
-        if difference.key == "curriculum.order" and identity:
-            continue
-        (identity if _is_identity(difference.key, begun) else tunable).append(difference)
-    return identity, tunable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Every setting that differs between two starts of a run."""
+
+    refused: list[Difference]
+    """They decide what has been trained."""
+    overridden: list[Difference]
+    """They do too, and ``resume.override`` names them."""
+    accepted: list[Difference]
+    """They decide speed, or what is yet to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """How far a run has come, in terms of its stages."""
+
+    stages: list[str]
+    """Stages that have begun, in order."""
+    tokens: int
+    """What the last of them has trained."""
+
+    def draws_from(self, run: Run, source: str) -> bool:
+        """Whether a stage that has begun draws from ``source``; an empty mix draws from all."""
+        mixes = [run.curriculum.stages[name].mix for name in self.stages]
+        return any(not mix or mix.get(source, 0) > 0 for mix in mixes)
+
+
+def compare(old: Run, new: Run, *, trained_steps: int = 0) -> Changes:
+    """What differs between the run that trained ``trained_steps`` steps and the one that would go on."""
+    trained = _trained(old, trained_steps)
+    changes = Changes(refused=[], overridden=[], accepted=[])
+    for each in differences(old, new):
+        rule = _broken_rule(each, old, trained)
+        if not rule:
+            changes.accepted.append(each)
+        elif any(covers(group, each.key) for group in new.resume.override):
+            changes.overridden.append(each)
+        else:
+            changes.refused.append(Difference(each.key, each.old, each.new, rule))
+    return changes
 
 
 def differences(old: Run, new: Run) -> list[Difference]:
@@ -52,60 +78,104 @@ def differences(old: Run, new: Run) -> list[Difference]:
     return [Difference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 
 
-def settle(run: Run, path: Path, *, trained_steps: int = 0) -> list[Difference]:
+def settle(run: Run, path: Path, *, trained_steps: int = 0) -> Changes:
     """Write the resolved file of a run that starts or goes on; returns what changed since the last start.
 
-    Raises ConfigError when the file holds another run: another model, seed or data, or other stages up to
-    the one that ``trained_steps`` reached.
+    Changes are also written to the run's history. Raises ConfigError when the file holds another run: another
+    model or seed, or anything else that decides what ``trained_steps`` steps were trained on.
     """
+    changes = Changes(refused=[], overridden=[], accepted=[])
     try:
         save_resolved(run, path)
     except FileExistsError:
-        identity, tunable = compare(load_resolved(path), run, trained_steps=trained_steps)
-        if identity:
-            raise ConfigError(identity_problems(identity, path.parent)) from None
+        changes = compare(load_resolved(path), run, trained_steps=trained_steps)
+        if changes.refused:
+            raise ConfigError(identity_problems(changes.refused, path.parent)) from None
+        told = {
+            name: {each.key: [each.old, each.new] for each in group}
+            for name, group in (("changed", changes.accepted), ("overridden", changes.overridden))
+        }
+        history.record(path.parent, "settings", step=trained_steps, **told)
         replace_resolved(run, path)
-        return tunable
-    return []
+    return changes
 
 
-def identity_problems(identity: list[Difference], trained: Path) -> list[ConfigProblem]:
+def describe(changes: Changes) -> Iterator[str]:
+    """A line for each change that the run goes on with."""
+    for each in changes.accepted:
+        yield f"changed since the last start: {each}"
+    for each in changes.overridden:
+        yield f"changed since the last start, because resume.override says so: {each}"
+
+
+def identity_problems(refused: list[Difference], trained: Path) -> list[ConfigProblem]:
     """Why a run with these differences cannot go on from ``trained``, a run's folder or a checkpoint."""
-    fix = "Keep the old value, or start another run with another name"
     return [
         ConfigProblem(
-            difference.key,
-            difference.new,
-            f"was {shown(difference.old)} when {trained} was trained, and decides what is trained",
-            fix,
+            each.key,
+            each.new,
+            f"was {shown(each.old)} when {trained} was trained, and {each.rule}",
+            "Keep the old value, start another run with another name, or accept the change with "
+            f"resume.override=[{each.key}]",
             "run.identity",
         )
-        for difference in identity
+        for each in refused
     ]
 
 
-def _is_identity(key: str, begun: list[str]) -> bool:
-    for name in begun:
-        stage = f"curriculum.stages.{name}"
-        if _below(key, stage):
-            return not any(_below(key, f"{stage}.{part}") for part in _STAGE_TUNABLE)
-    return any(_below(key, part) for part in _IDENTITY) and not any(_below(key, part) for part in _TUNABLE)
+def _broken_rule(change: Difference, old: Run, trained: _Trained) -> str:
+    """Why the change is not free, as the end of a sentence about its key; empty when it is."""
+    decides = "decides what is trained"
+    name = change.key.split(".")[2] if change.key.count(".") > 1 else ""
+    begun = trained.stages
+    match kind_of(change.key):
+        case None | Kind.identity:
+            return decides
+        case Kind.stage:
+            return f"the stage {name} has begun" if name in begun else ""
+        case Kind.length:
+            return _broken_length(change, name, trained)
+        case Kind.order:
+            order = cast("list[str]", change.new)
+            return f"begins with stages that have begun, {begun}" if order[: len(begun)] != begun else ""
+        case Kind.source | Kind.epochs:
+            if change.old is None:  # a new source
+                empty = [stage for stage in begun if not old.curriculum.stages[stage].mix]
+                return f"the stage {empty[0]}, which has begun, draws from all sources" if empty else ""
+            harmless = kind_of(change.key) is Kind.epochs and _only_a_limit(change.old, change.new)
+            return f"text of {name} has been drawn" if trained.draws_from(old, name) and not harmless else ""
+        case Kind.origin:
+            return "training has begun from it" if begun and change.new is not None else ""
+        case Kind.tunable:
+            return ""
 
 
-def _below(key: str, prefix: str) -> bool:
-    return key == prefix or key.startswith(f"{prefix}.")
+def _broken_length(change: Difference, stage: str, trained: _Trained) -> str:
+    if stage not in trained.stages:
+        return ""
+    if stage != trained.stages[-1] or not isinstance(change.new, int):
+        return f"the stage {stage} has been trained"
+    return f"{trained.tokens} tokens of it have been trained" if change.new < trained.tokens else ""
 
 
-def _begun_stages(run: Run, trained_steps: int) -> list[str]:
+def _only_a_limit(old: object, new: object) -> bool:
+    """Whether another max_epochs leaves what was drawn alone: a broken number also moves where epochs end."""
+    if not isinstance(old, float) or not isinstance(new, float) or old % 1:
+        return False
+    return new >= old or new % 1 == 0
+
+
+def _trained(run: Run, trained_steps: int) -> _Trained:
     begun: list[str] = []
-    start = 0
+    steps_left, tokens = trained_steps, 0
     for name in run.curriculum.order:
-        if start >= trained_steps:
+        if steps_left <= 0:
             break
+        stage: Stage = run.curriculum.stages[name]
+        steps = min(steps_left, stage.tokens // stage.batch_tokens)
         begun.append(name)
-        stage = run.curriculum.stages[name]
-        start += stage.tokens // stage.batch_tokens
-    return begun
+        steps_left, tokens = steps_left - steps, steps * stage.batch_tokens
+    return _Trained(begun, tokens)
 
 
 def _leaves(node: object, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -150,6 +150,7 @@ RANGES: dict[str, Range] = {
     "cluster.threads_per_rank": Range(1, 1024),
     "cluster.collective_timeout_seconds": _ONE,
     "cluster.time_limit_minutes": _ZERO,
+    "cluster.stop_margin_seconds": _ZERO,
 }
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 
-from k3train.config.keys import closest_word
+from k3train.config.keys import closest_word, follow, suggest_key
 from k3train.config.layout_rules import layout_problems
 from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
@@ -36,6 +36,14 @@ def concerns(problem: ConfigProblem, keys: frozenset[str] | set[str]) -> bool:
     """Whether the problem is about one of these keys, or about something below or above one."""
     read = (problem.key, *problem.also)
     return any(a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.") for a in read if a for b in keys)
+
+
+def _overrides(run: Run) -> Problems:
+    for key in run.resume.override:
+        if follow(key) is None:
+            meant = suggest_key(key)
+            fix = f"Did you mean {meant}?" if meant else "Name settings as they are typed, such as seed"
+            yield ConfigProblem("resume.override", key, "names no setting", fix, "resume.override")
 
 
 def _names(run: Run) -> Problems:
@@ -364,4 +372,5 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _mixes,
     _layouts,
     _stage_sizes,
+    _overrides,
 )

@@ -446,7 +446,18 @@ class Cluster:
     account: str = ""
     """Slurm account."""
     time_limit_minutes: int = 0
-    """Slurm time limit; 0 leaves it to the partition."""
+    """The run saves and stops before it has taken so long. Also Slurm's limit, which 0 leaves to Slurm."""
+    stop_margin_seconds: int = 60
+    """Time to spare before the time limit, besides what saving and evaluating have taken so far."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Resume:
+    """Going on with a run whose settings have changed."""
+
+    override: list[str] = field(default_factory=list[str])
+    """Settings, or groups of them, that may differ from what the run was trained with although they decide
+    what is trained. The run's history records it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -467,3 +478,4 @@ class Run:
     monitor: Monitor = field(default_factory=Monitor)
     guards: Guards = field(default_factory=Guards)
     cluster: Cluster = field(default_factory=Cluster)
+    resume: Resume = field(default_factory=Resume)

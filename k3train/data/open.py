@@ -109,6 +109,12 @@ class StageData:
         """Tokens of each source that the stage's first ``step`` steps train on, padding left out."""
         return self._order.consumed(step * self.stage.sequences_per_step)
 
+    def positions(self, step: int) -> dict[str, list[int]]:
+        """Where each source of the run stands after the stage's first ``step`` steps: epoch, tokens drawn of
+        it, and how many of those were given back because they were not trained on."""
+        end = self._order.end(step * self.stage.sequences_per_step)
+        return {name: [at.epoch, at.offset, at.returned.tokens] for name, at in sorted(end.items())}
+
     def shares(self) -> list[Share]:
         """What each source gives to the whole stage; makes the whole plan."""
         used = self.consumed(self.stage.steps)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from k3train.config.history import run_id
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.monitor.record import EvalRecord, EventRecord, Record, StepRecord
 
@@ -46,19 +46,15 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One Weights & Biases run for all attempts: its id lies in ``<run>/wandb_id``."""
+    """One Weights & Biases run for all attempts: under the run's own id."""
 
     def __init__(self, run_dir: Path, *, project: str, name: str) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise _missing("wandb") from error
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            run_dir.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(
-            project=project, name=name, id=id_file.read_text().strip(), resume="allow", dir=str(run_dir)
+            project=project, name=name, id=run_id(run_dir), resume="allow", dir=str(run_dir)
         )
         self._run.define_metric("*", step_metric="step")
 

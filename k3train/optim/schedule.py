@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from k3train.config.schema import Optim, Run, Schedule, Stage
 from k3train.curriculum.stages import StagePlan
 
+Bends = tuple[tuple[int, float], ...]
+"""Where the run's length was changed under way: (tokens trained by then, progress reached by then)."""
 
-def learning_rate(run: Run, table: Sequence[StagePlan], tokens: int) -> float:
+
+def learning_rate(run: Run, table: Sequence[StagePlan], tokens: int, bends: Bends = ()) -> float:
     """Learning rate of the step after which the run has consumed ``tokens`` tokens (padding and all).
 
-    The schedule spans the whole run: it depends on nothing but ``tokens``, so a resumed run continues it and
-    a stage change does not restart it. A stage's own peak replaces ``optim.learning_rate`` within that stage.
-    A stage with re-warm-up starts from the lower of ``optim.min_learning_rate`` and where the stage before
-    ended, and meets the schedule again after ``warmup_tokens``. A stage boundary belongs to the stage that
-    ends there. Raises ValueError when ``tokens`` lies outside [0, tokens of the run].
+    The schedule spans the whole run: it depends on nothing but ``tokens`` and on ``bends``, so a resumed run
+    continues it and a stage change does not restart it. A stage's own peak replaces ``optim.learning_rate``
+    within that stage. A stage with re-warm-up starts from the lower of ``optim.min_learning_rate`` and where
+    the stage before ended, and meets the schedule again after ``warmup_tokens``. A stage boundary belongs to
+    the stage that ends there. Raises ValueError when ``tokens`` lies outside [0, tokens of the run].
     """
     total = table[-1].end_tokens
     if not 0 <= tokens <= total:
@@ -25,11 +28,36 @@ def learning_rate(run: Run, table: Sequence[StagePlan], tokens: int) -> float:
     row = table[index]
     rewarm = row.stage.learning_rate.warmup_tokens
     into = tokens - row.start_tokens
-    target = _scheduled(run.optim, row.stage, tokens / total)
+    target = _scheduled(run.optim, row.stage, progress_at(bends, total, tokens))
     if into >= rewarm:
         return target
-    before = learning_rate(run, table, row.start_tokens) if index else 0.0
+    before = learning_rate(run, table, row.start_tokens, bends) if index else 0.0
     return _between(min(before, run.optim.min_learning_rate), target, into / rewarm)
+
+
+def progress_at(bends: Bends, total: int, tokens: int) -> float:
+    """Share of the schedule, 0 to 1, that lies behind ``tokens``: straight from bend to bend, 1 at ``total``.
+
+    Without bends it is ``tokens / total``.
+    """
+    last, reached = bends[-1] if bends else (0, 0.0)
+    if tokens >= last:
+        return reached + (1.0 - reached) * ((tokens - last) / max(total - last, 1))
+    corners = [(0, 0.0), *bends]
+    after = next(i for i, (at, _) in enumerate(corners) if tokens < at)
+    (start, low), (end, high) = corners[after - 1], corners[after]
+    return _between(low, high, (tokens - start) / (end - start))
+
+
+def bend(bends: Bends, old_total: int, new_total: int, tokens: int) -> Bends:
+    """The bends of a run of ``old_total`` tokens that goes on from ``tokens`` as one of ``new_total``.
+
+    Progress stays what it is and takes another slope from here on, so that the rate does not jump and still
+    ends where the schedule ends.
+    """
+    if old_total == new_total or tokens == 0:
+        return bends
+    return (*bends, (tokens, progress_at(bends, old_total, tokens)))
 
 
 def _scheduled(optim: Optim, stage: Stage, progress: float) -> float:

@@ -68,8 +68,10 @@ def _train(run: Run) -> int:
     start_processes(device, timeout_seconds=run.cluster.collective_timeout_seconds)
     seed_everything(run.seed)
     # This imports megatron-core, which must find the backend ready.
+    from k3train.train.identity import check_ranks_agree
     from k3train.train.loop import train
 
+    check_ranks_agree(run)
     return train(run, device)
 
 

@@ -13,6 +13,7 @@ from k3train.data.heldout import heldout
 from k3train.faults import point
 from k3train.train.schedule import agree, run_micro_batches
 from k3train.train.setup import StageSetup
+from k3train.train.signals import StopRequest, any_wants_stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,12 +28,20 @@ class HeldoutLoss:
     seconds: float
 
 
-def evaluate(setup: StageSetup, contexts: list[int]) -> list[HeldoutLoss]:
-    """Loss of every held-out set at each context length, in tokens. Every rank must call this.
+def evaluate(setup: StageSetup, contexts: list[int], stop: StopRequest) -> tuple[list[HeldoutLoss], bool]:
+    """Loss of every held-out set at each context length, in tokens, and whether the run was asked to stop
+    meanwhile: then what is not yet measured is left out. Every rank must call this.
 
     Routers are frozen: their bias selects as in training, nothing is counted.
     """
-    return [_heldout_loss(setup, name, context) for name in setup.run.data.heldout for context in contexts]
+    losses: list[HeldoutLoss] = []
+    for name in setup.run.data.heldout:
+        for context in contexts:
+            measured = _heldout_loss(setup, name, context, stop)
+            if measured is None:
+                return losses, True
+            losses.append(measured)
+    return losses, False
 
 
 def eval_contexts(setup: StageSetup) -> list[int]:
@@ -44,7 +53,7 @@ def eval_contexts(setup: StageSetup) -> list[int]:
     return contexts
 
 
-def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutLoss:
+def _heldout_loss(setup: StageSetup, name: str, context_tokens: int, stop: StopRequest) -> HeldoutLoss | None:
     started = time.monotonic()
     buffers = _buffers(setup, name, context_tokens)
     layout = setup.groups.layout
@@ -56,6 +65,8 @@ def _heldout_loss(setup: StageSetup, name: str, context_tokens: int) -> HeldoutL
             # every rank runs as many; a rank without a sequence of its own repeats one and does not count it.
             for first in range(0, len(buffers), layout.dp):
                 point("eval.batch")
+                if any_wants_stop(stop, setup.device):
+                    return None
                 index = first + setup.groups.dp_rank
                 part = run_micro_batches(setup, [buffers[index % len(buffers)]], backward=False)
                 if index < len(buffers):

@@ -20,9 +20,9 @@ from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress
 from k3train.train.report import Report
-from k3train.train.resume import check_settings, check_text, train_state
+from k3train.train.resume import check_text, go_on, train_state
 from k3train.train.setup import StageSetup, build_stage, close_stage
-from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
 from k3train.train.step import rehearse, train_step
 
 
@@ -32,21 +32,25 @@ def train(run: Run, device: torch.device) -> int:
     Returns EXIT_DONE, or EXIT_STOPPED when the run was asked to stop and has saved.
     """
     table = stage_table(run)
-    stop = StopRequest(Path(run.dir))
+    stop = StopRequest(
+        Path(run.dir), seconds_left=seconds_left(run), margin_seconds=run.cluster.stop_margin_seconds
+    )
     point("setup.start")
     latest, progress = find_progress(run)
     report = Report(run, table)
     try:
+        report.run_started(run, progress, latest)
         while progress.tokens < total_tokens(table):
             plan = stage_at(table, progress.tokens)
             setup = build_stage(run, table, plan, progress, device)
             point("setup.built")
-            restore(setup, latest)
+            with stop.pause():
+                restore(setup, progress, latest)
             point("setup.restored")
             rehearse(setup, progress)
             report.stage_started(setup, progress, latest)
             if progress.step == 0:  # where the first stage's held-out loss falls from
-                report.evaluation(setup, progress, evaluate(setup, [plan.stage.context_tokens]))
+                measure(setup, progress, report, stop, [plan.stage.context_tokens])
                 report.meter.start()
             latest, ended = train_stage(setup, progress, report, stop)
             close_stage(setup)
@@ -93,17 +97,30 @@ def train_stage(
                 raise TrainingError(verdict)
             case Verdict(action=Action.rollback):
                 return None, Ended.sent_back
-        ended = progress.tokens == plan.end_tokens
+        ended, stopping = progress.tokens == plan.end_tokens, result.stop
         with report.meter.pause():
             if ended or _due(progress.step, run.curriculum.eval_every_steps):
-                report.evaluation(setup, progress, evaluate(setup, eval_contexts(setup)))
-            if ended or result.stop or _due(progress.step, run.checkpoint.every_steps):
-                path = save(setup, progress, milestone=ended)
+                stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
+            if ended or stopping or _due(progress.step, run.checkpoint.every_steps):
+                with stop.pause():
+                    path = save(setup, progress, milestone=ended)
                 report.saved(progress, path)
                 if ended:
                     report.stage_ended(setup, progress)
-                if ended or result.stop:
-                    return path, Ended.asked if result.stop else Ended.through
+                # Asked to stop while saving: what was just saved is enough.
+                stopping = stopping or any_wants_stop(stop, setup.device)
+                if ended or stopping:
+                    return path, Ended.asked if stopping else Ended.through
+
+
+def measure(
+    setup: StageSetup, progress: Progress, report: Report, stop: StopRequest, contexts: list[int]
+) -> bool:
+    """Evaluate and report; whether the run was asked to stop meanwhile. Every rank must call this."""
+    with stop.pause():
+        losses, stopping = evaluate(setup, contexts, stop)
+    report.evaluation(setup, progress, losses, complete=not stopping)
+    return stopping
 
 
 def find_progress(run: Run) -> tuple[Path | None, Progress]:
@@ -119,15 +136,13 @@ def find_progress(run: Run) -> tuple[Path | None, Progress]:
     latest = newest_good(folder)
     progress = Progress()
     if latest is not None:
-        state = read_train_state(latest)
-        check_settings(run, state, latest)
-        progress = Progress.from_json(state)
+        progress = go_on(run, read_train_state(latest), latest)
     # Written after the checkpoint, when a step was left out since.
     progress.guards.left_out = read_left_out(Path(run.dir)) or progress.guards.left_out
     return latest, progress
 
 
-def restore(setup: StageSetup, latest: Path | None) -> None:
+def restore(setup: StageSetup, progress: Progress, latest: Path | None) -> None:
     """Load ``latest``, saved under whatever layout, into this stage's model and optimizer.
 
     Without one, a run with ``checkpoint.load_from`` takes that checkpoint's weights and nothing else.
@@ -142,7 +157,7 @@ def restore(setup: StageSetup, latest: Path | None) -> None:
     elif start_from is not None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
         setup.optimizer.reload_model_params()
-    check_text(setup, state)
+    check_text(setup, progress, state)
 
 
 def save(setup: StageSetup, progress: Progress, *, milestone: bool) -> Path:

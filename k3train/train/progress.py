@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from k3train.optim.schedule import Bends
 from k3train.train.guards import GuardState
 
 
@@ -16,6 +17,8 @@ class Progress:
     """Steps taken, over all stages; those that updated nothing included."""
     tokens: int = 0
     """Tokens trained on, padding included: a sum of whole global batches."""
+    bends: Bends = ()
+    """Where the run's length was changed under way; the learning rate goes on from there."""
     guards: GuardState = field(default_factory=GuardState)
 
     def to_json(self) -> dict[str, Any]:
@@ -26,4 +29,5 @@ class Progress:
     def from_json(cls, values: dict[str, Any]) -> Progress:
         """Read back what ``to_json`` wrote. Raises KeyError when an item is missing."""
         guards = GuardState.from_json(values["guards"])
-        return cls(step=values["step"], tokens=values["tokens"], guards=guards)
+        bends = tuple((tokens, reached) for tokens, reached in values.get("bends", ()))
+        return cls(step=values["step"], tokens=values["tokens"], bends=bends, guards=guards)

@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from k3train.checkpoint.load import read_train_state
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan, total_tokens
 from k3train.kernels.describe import describe_kernels
+from k3train.monitor.ahead import AheadWatch
 from k3train.monitor.meter import Meter
+from k3train.monitor.metrics_file import METRICS
 from k3train.monitor.monitor import open_monitor
 from k3train.monitor.record import EvalRecord, StepRecord
 from k3train.plan.borders import pipeline_bytes
@@ -18,6 +21,7 @@ from k3train.train.evaluate import HeldoutLoss
 from k3train.train.examine import Verdict
 from k3train.train.guards import Action
 from k3train.train.progress import Progress
+from k3train.train.resume import record_start
 from k3train.train.setup import StageSetup
 from k3train.train.step import StepResult
 
@@ -27,9 +31,18 @@ class Report:
 
     def __init__(self, run: Run, table: list[StagePlan]) -> None:
         self.meter = Meter()
-        self._monitor = open_monitor(run, writes=dist.get_rank() == 0)
+        self._first_rank = dist.get_rank() == 0
+        self._monitor = open_monitor(run, writes=self._first_rank)
+        self._ahead = AheadWatch()
         self._total_tokens = total_tokens(table)
         self._kernels: dict[str, str] = {}
+
+    def run_started(self, run: Run, progress: Progress, latest: Path | None) -> None:
+        """Training starts, or goes on from ``latest``."""
+        self._ahead.read(Path(run.dir) / METRICS, progress.step)
+        if self._first_rank:
+            state = None if latest is None else read_train_state(latest)
+            self._event("start", progress, **record_start(run, progress, state))
 
     def stage_started(self, setup: StageSetup, progress: Progress, latest: Path | None) -> None:
         """A stage is built and about to train."""
@@ -97,21 +110,27 @@ class Report:
             suspects=verdict.diagnosis.suspects if verdict.diagnosis else None,
         )
 
-    def evaluation(self, setup: StageSetup, progress: Progress, losses: list[HeldoutLoss]) -> None:
-        """Held-out losses are measured."""
+    def evaluation(
+        self, setup: StageSetup, progress: Progress, losses: list[HeldoutLoss], *, complete: bool
+    ) -> None:
+        """Held-out losses are measured, all of them if ``complete``."""
         for each in losses:
-            self._monitor.write(
-                EvalRecord(
-                    step=progress.step,
-                    tokens=progress.tokens,
-                    stage=setup.plan.name,
-                    heldout=each.heldout,
-                    context_tokens=each.context_tokens,
-                    loss=each.loss,
-                    predicted_tokens=each.predicted_tokens,
-                    seconds=each.seconds,
-                )
+            record = EvalRecord(
+                step=progress.step,
+                tokens=progress.tokens,
+                stage=setup.plan.name,
+                heldout=each.heldout,
+                context_tokens=each.context_tokens,
+                loss=each.loss,
+                predicted_tokens=each.predicted_tokens,
+                seconds=each.seconds,
             )
+            self._monitor.write(record)
+            worse = self._ahead.worse(record, setup.plan.stage.context_tokens)
+            if worse:
+                self._event("longer_context_worse", progress, **worse)
+        if not complete:
+            self._event("evaluation_stopped", progress)
 
     def saved(self, progress: Progress, path: Path) -> None:
         """A checkpoint is complete."""

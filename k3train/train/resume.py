@@ -1,66 +1,113 @@
-"""Whether a checkpoint belongs to the run that would go on from it: same settings, same text."""
+"""Whether a checkpoint belongs to the run that would go on from it, and where the run stands with it."""
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from k3train.config import history
 from k3train.config.build import Builder, to_plain
 from k3train.config.compare import compare, identity_problems
+from k3train.config.identity import covers
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Run
+from k3train.curriculum.stages import stage_table, total_tokens
 from k3train.data.indexed import CorpusError
+from k3train.optim.schedule import bend
+from k3train.train.identity import same_on_every_rank, versions
 from k3train.train.progress import Progress
 from k3train.train.setup import StageSetup
+
+logger = logging.getLogger(__name__)
 
 
 def train_state(setup: StageSetup, progress: Progress) -> dict[str, Any]:
     """What a checkpoint keeps besides tensors, as JSON data."""
+    stage_steps = progress.step - setup.plan.start_step
     return {
         **progress.to_json(),
         "stage": setup.plan.name,
         "settings": to_plain(setup.run),
+        "versions": versions(setup.run.data.tokenizer),
         "data": {
             "fingerprint": setup.data.fingerprint(),
             "corpora": _corpora(setup),
-            "consumed_tokens": setup.data.consumed(progress.step - setup.plan.start_step),
+            "consumed_tokens": setup.data.consumed(stage_steps),
+            "positions": setup.data.positions(stage_steps),
         },
     }
 
 
-def check_settings(run: Run, state: dict[str, Any], checkpoint: Path) -> None:
-    """Raise ConfigError when ``checkpoint`` was trained with another model, seed, data or stages.
+def go_on(run: Run, state: dict[str, Any], checkpoint: Path) -> Progress:
+    """Where ``run`` stands with ``checkpoint``, whose train state this is.
 
-    run.yaml tells the same, but it can be lost or edited; the checkpoint cannot.
+    Raises ConfigError when it was trained with other settings that decide what is trained. run.yaml tells the
+    same, but it can be lost or edited; the checkpoint cannot. When the run has become longer or shorter the
+    learning rate goes on from where it is.
     """
+    progress = Progress.from_json(state)
     builder = Builder()
     trained = builder.build(state.get("settings"))
-    if builder.problems:  # kept by a version with other settings
-        return
-    identity, _ = compare(trained, run, trained_steps=state["step"])
-    if identity:
-        raise ConfigError(identity_problems(identity, checkpoint))
+    if builder.problems:
+        logger.warning("%s was written with other settings than this k3train has; not compared", checkpoint)
+        return progress
+    refused = compare(trained, run, trained_steps=progress.step).refused
+    if refused:
+        raise ConfigError(identity_problems(refused, checkpoint))
+    before, now = (total_tokens(stage_table(each)) for each in (trained, run))
+    progress.bends = bend(progress.bends, before, now, progress.tokens)
+    return progress
 
 
-def check_text(setup: StageSetup, state: dict[str, Any] | None) -> None:
-    """Raise CorpusError, on every rank, when a rank sees other text than rank 0, or than the checkpoint whose
-    state this is was trained on. Every rank must call this."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, setup.data.fingerprint())
-    other = [rank for rank, fingerprint in enumerate(seen) if fingerprint != seen[0]]
-    if other:
-        raise CorpusError(
-            f"rank {other[0]} sees other corpora or settings than rank 0: give all nodes the same files."
-        )
-    trained = {} if state is None else state.get("data", {}).get("corpora", {})
+def record_start(run: Run, progress: Progress, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Write this start to the run's history; returns what it says, for the metrics. Only one rank.
+
+    ``state`` is the train state that the run goes on from. Other versions than the checkpoint's are allowed;
+    they are named here.
+    """
+    now = versions(run.data.tokenizer)
+    then = {} if state is None else state.get("versions", {})
+    told = {
+        "run_id": history.run_id(Path(run.dir)),
+        "changed_versions": {k: f"{then[k]} -> {v}" for k, v in now.items() if then.get(k, v) != v},
+        "override": run.resume.override,
+        "bends": progress.bends,
+    }
+    job = {k: v for k in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT") if (v := os.environ.get(k))}
+    history.record(
+        Path(run.dir), "start", step=progress.step, host=socket.gethostname(), versions=now, **told, **job
+    )
+    return told
+
+
+def check_text(setup: StageSetup, progress: Progress, state: dict[str, Any] | None) -> None:
+    """Raise CorpusError, on every rank, when the run goes on with other text than the checkpoint whose state
+    this is was trained on, or from another place in it; RanksDiffer when a rank sees other text than the
+    others. Every rank must call this."""
+    same_on_every_rank({"data": setup.data.fingerprint()})
+    trained = {} if state is None else state.get("data", {})
     for name, fingerprint in _corpora(setup).items():
-        if trained.get(name, fingerprint) != fingerprint:
+        path = f"data.sources.{name}.path"
+        if trained.get("corpora", {}).get(name, fingerprint) != fingerprint and not _overridden(setup, path):
             raise CorpusError(
                 f"data.sources.{name}: {setup.run.data.sources[name].path} is not the text that this run was "
-                "trained on; restore it, or start another run with another name."
+                "trained on; restore it, start another run with another name, or accept it with "
+                f"resume.override=[{path}]."
             )
+    here = setup.data.positions(progress.step - setup.plan.start_step)
+    for name, position in trained.get("positions", {}).items():
+        if here.get(name, position) != position and not setup.run.resume.override:
+            raise CorpusError(
+                f"data.sources.{name}: this k3train would go on at {here[name]}, and the checkpoint was "
+                f"written at {position} (epoch, tokens, tokens given back): use the version that wrote it."
+            )
+
+
+def _overridden(setup: StageSetup, key: str) -> bool:
+    return any(covers(group, key) for group in setup.run.resume.override)
 
 
 def _corpora(setup: StageSetup) -> dict[str, str]:

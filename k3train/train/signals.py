@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from k3train.config.schema import Run
 
 EXIT_DONE = 0
 EXIT_UNEXPECTED = 1
@@ -22,7 +29,11 @@ EXIT_STOPPED = 75
 """The run was asked to stop, has saved, and goes on when it is started again (sysexits' EX_TEMPFAIL)."""
 
 STOP_FILE = "STOP"
-"""Name of the file in the run directory that asks a run to stop: launchers make it, ranks look for it."""
+"""Name of the file in the run directory that asks a run to stop: launchers make it, rank 0 looks for it."""
+
+END_TIME = "K3TRAIN_END_TIME"
+"""Environment variable: the second since 1970 at which ranks must have ended, however often they start."""
+_SLURM_END_TIME = "SLURM_JOB_END_TIME"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -33,11 +44,23 @@ class StopRequest:
     A second SIGINT or SIGTERM ends the process at once, for the impatient.
     """
 
-    def __init__(self, run_dir: Path, *, deadline_seconds: float | None = None) -> None:
-        """Watch for signals, for ``run_dir/STOP``, and for ``deadline_seconds`` from now (None: no limit)."""
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        seconds_left: float | None = None,
+        margin_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Watch for signals, for ``run_dir/STOP``, and for a time limit ``seconds_left`` from now (None:
+        no limit), before which ``margin_seconds`` and the time of a step and a save are kept free."""
         self.reason: str | None = None
         self._file = run_dir / STOP_FILE
-        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        self._clock = clock
+        self._deadline = None if seconds_left is None else clock() + seconds_left
+        self._margin = margin_seconds
+        self._longest = {"step": 0.0, "pause": 0.0}
+        self._last_poll: float | None = None
         # Ranks have sessions of their own: nothing else tells them that torch's agent was killed.
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -50,13 +73,41 @@ class StopRequest:
 
     def poll(self) -> bool:
         """Whether this rank wants to stop now; cheap enough for every step and every evaluation batch."""
-        if self.reason is None and self._file.exists():
+        now = self._clock()
+        self._end_step(now)
+        self._last_poll = now
+        if self.reason is None and _is_first_rank() and _is_trusted(self._file):
             self.reason = f"{self._file} exists"
-        if self.reason is None and self._deadline is not None and time.monotonic() > self._deadline:
+        if (
+            self.reason is None
+            and self._deadline is not None
+            and now + self.needed_seconds() > self._deadline
+        ):
             self.reason = "the time limit is near"
         if self.reason is None and self._agent is not None and os.getppid() != self._agent:
             self.reason = "the process that started the ranks is gone"
         return self.reason is not None
+
+    def needed_seconds(self) -> float:
+        """Time that must be left before the limit to go on: a stop is carried out after the step that follows
+        it, and with a save; both take as long as the longest so far."""
+        return self._margin + 2 * self._longest["step"] + self._longest["pause"]
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time within it goes to loading, saving or evaluating, not to a step; the longest is remembered."""
+        before = self._clock()
+        self._end_step(before)
+        try:
+            yield
+        finally:
+            self._longest["pause"] = max(self._longest["pause"], self._clock() - before)
+            self._last_poll = None
+
+    def _end_step(self, now: float) -> None:
+        if self._last_poll is not None:
+            self._longest["step"] = max(self._longest["step"], now - self._last_poll)
+        self._last_poll = None
 
     def clear_file(self) -> None:
         """Remove the stop file, once the stop is carried out or a new run begins (rank 0 only)."""
@@ -66,3 +117,37 @@ class StopRequest:
         """Give the signals back to whoever handled them before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def any_wants_stop(stop: StopRequest, device: torch.device) -> bool:
+    """Whether any rank was asked to stop, in one all-reduce. Every rank must call this."""
+    asked = torch.tensor(float(stop.poll()), device=device)
+    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+    return asked.item() > 0
+
+
+def seconds_left(run: Run) -> float | None:
+    """Time until ranks that start now must have ended, in seconds; None without a limit.
+
+    Slurm says when its job ends. Elsewhere the launcher says so; ranks started by hand have
+    ``cluster.time_limit_minutes`` from now on. Wall clocks are read here, once, and nowhere else.
+    """
+    limits = [60.0 * run.cluster.time_limit_minutes] if run.cluster.time_limit_minutes else []
+    for name in (_SLURM_END_TIME, END_TIME):
+        text = os.environ.get(name, "")
+        if text.isdecimal():
+            return min([float(text) - time.time(), *(limits if name == _SLURM_END_TIME else ())])
+    return limits[0] if limits else None
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _is_trusted(file: Path) -> bool:
+    """Whether the file is there and not a stranger's: anyone may write to some shared folders."""
+    try:
+        owner = file.lstat().st_uid
+        return owner in (0, os.getuid(), file.parent.stat().st_uid)
+    except OSError:
+        return False

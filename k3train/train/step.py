@@ -90,7 +90,7 @@ def train_step(
     verdict = examine(setup, progress, host, sums, seen.loss, seen.grad_norm)
 
     tokens = progress.tokens + setup.plan.stage.batch_tokens
-    rate = learning_rate(setup.run, setup.table, tokens)
+    rate = learning_rate(setup.run, setup.table, tokens, progress.bends)
     result = StepResult(
         loss=seen.loss,
         grad_norm=seen.grad_norm,
@@ -129,7 +129,7 @@ def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool
     return StepResult(
         loss=math.nan,
         grad_norm=math.nan,
-        learning_rate=learning_rate(setup.run, setup.table, progress.tokens),
+        learning_rate=learning_rate(setup.run, setup.table, progress.tokens, progress.bends),
         balance=None,
         stop=stop,
         verdict=None,

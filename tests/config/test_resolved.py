@@ -1,14 +1,12 @@
-"""The resolved file: complete, strict, written whole or not at all; and what a second start may change."""
+"""The resolved file: complete, strict, written whole or not at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from k3train.config.compare import compare, differences, settle
 from k3train.config.compose import compose, load_resolved, replace_resolved, save_resolved, to_yaml
 from k3train.config.problems import ConfigError
 from tests.config.trees import four_stage_run
@@ -97,68 +95,3 @@ def test_numbers_with_an_exponent_survive_an_editor(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(four_stage_run()).replace("learning_rate: 0.002", "learning_rate: 2e-3"))
     assert load_resolved(path).optim.learning_rate == 0.002
-
-
-# ------------------------------------------------------------------------------------------ what changed
-
-BATCH = "curriculum.stages.s2048.batch_tokens"
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps", "is_identity"),
-    [
-        ({"seed": 9}, 0, True),
-        ({"model.hidden_size": 256}, 0, True),
-        ({"model.moe.router.bins": 10}, 0, True),
-        ({"data.sources.code.path": "elsewhere"}, 0, True),
-        ({"data.tokenizer": "elsewhere"}, 0, True),
-        ({"data.heldout": {}}, 0, False),
-        ({"data.prefetch_steps": 0}, 0, False),
-        ({"optim.learning_rate": 0.1}, 50, False),
-        ({"cluster.ranks_per_node": 4}, 50, False),
-        ({"checkpoint.keep": 5}, 50, False),
-        ({"curriculum.stages.s256.tokens": 8192}, 0, False),
-        ({"curriculum.stages.s256.tokens": 8192}, 1, True),
-        ({"curriculum.stages.s256.mix": {"code": 1.0}}, 1, True),
-        ({"curriculum.stages.s256.parallel.ep": 2}, 1, False),
-        ({"curriculum.stages.s256.micro_batch_sequences": 1}, 1, False),
-        ({"curriculum.stages.s256.learning_rate.peak": 0.001}, 1, False),
-        ({BATCH: 16_384}, 40, False),
-        ({BATCH: 16_384}, 41, True),
-        ({"curriculum.order": ["s2048", "s256", "s8192", "s32768"]}, 0, False),
-        ({"curriculum.order": ["s2048", "s256", "s8192", "s32768"]}, 1, True),
-        ({"curriculum.order": ["s256", "s2048"]}, 1, False),
-    ],
-)
-def test_what_may_change(changes: dict[str, Any], steps: int, is_identity: bool) -> None:
-    identity, tunable = compare(four_stage_run(), four_stage_run(changes), trained_steps=steps)
-    assert (len(identity) > 0, len(tunable) > 0) == (is_identity, not is_identity)
-
-
-def test_difference_of_a_whole_stage() -> None:
-    old = four_stage_run()
-    new = four_stage_run({"curriculum.stages.s256": ...})
-    keys = {difference.key for difference in differences(old, new)}
-    assert "curriculum.stages.s256.context_tokens" in keys
-    assert all(difference.new is None for difference in differences(old, new))
-
-
-def test_going_on_with_a_changed_run(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    assert settle(four_stage_run(), path) == []
-    assert settle(four_stage_run(), path) == []
-    changed = settle(four_stage_run({"optim.beta2": 0.99}), path)
-    assert [str(difference) for difference in changed] == ["optim.beta2: 0.95 -> 0.99"]
-    assert load_resolved(path).optim.beta2 == 0.99
-
-
-def test_going_on_with_another_run_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    settle(four_stage_run(), path)
-    with pytest.raises(ConfigError) as error:
-        settle(four_stage_run({"seed": 9, "model.num_heads": 8, "optim.beta2": 0.99}), path)
-    assert [(p.key, p.id) for p in error.value.problems] == [
-        ("seed", "run.identity"),
-        ("model.num_heads", "run.identity"),
-    ]
-    assert load_resolved(path) == four_stage_run(), "nothing was written"

@@ -1,0 +1,219 @@
+"""What a later start of a run may change, what it may not, and how it may all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k3train.config.compare import compare, describe, differences, settle
+from k3train.config.compose import load_resolved
+from k3train.config.history import read_history, run_id
+from k3train.config.identity import KINDS, Kind, covers, kind_of
+from k3train.config.keys import flattened, follow
+from k3train.config.problems import ConfigError
+from k3train.config.rules import check
+from tests.config.trees import four_stage_run
+
+STAGE = "curriculum.stages.s2048"
+MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2048", "s8192", "s32768")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "is_refused"),
+    [
+        ({"seed": 9}, 0, True),
+        ({"model.hidden_size": 256}, 0, True),
+        ({"model.moe.router.bins": 10}, 0, True),
+        ({"model.mtp.num_layers": 1}, 50, True),
+        ({"data.pack_window_tokens": 1}, 0, True),
+        ({"data.sources.code.path": "elsewhere"}, 50, False),
+        ({"data.sources.code.min_document_tokens": 9}, 0, False),
+        ({"data.sources.code.min_document_tokens": 9}, 1, True),
+        ({"data.sources.code.max_epochs": 2.0}, 50, False),
+        ({"data.sources.code.max_epochs": 1.5}, 50, False),
+        ({"data.sources.code.max_epochs": 0.5}, 50, True),
+        ({"data.tokenizer": "elsewhere"}, 50, False),
+        ({"data.heldout": {}}, 50, False),
+        ({"data.prefetch_steps": 0}, 50, False),
+        ({"optim.learning_rate": 0.1}, 50, False),
+        ({"cluster.ranks_per_node": 4}, 50, False),
+        ({"checkpoint.keep": 5}, 50, False),
+        ({"checkpoint.load_from": "elsewhere"}, 0, False),
+        ({"checkpoint.load_from": "elsewhere"}, 1, True),
+        ({"curriculum.stages.s256.mix": {"code": 1.0}}, 1, True),
+        ({"curriculum.stages.s256.parallel.ep": 2}, 1, False),
+        ({"curriculum.stages.s256.micro_batch_sequences": 1}, 1, False),
+        ({"curriculum.stages.s256.learning_rate.peak": 0.001}, 1, False),
+        ({"curriculum.stages.s256.tokens": 40_960}, 0, False),
+        ({"curriculum.stages.s256.tokens": 40_960}, 10, False),
+        ({"curriculum.stages.s256.tokens": 40_960}, 11, True),
+        ({"curriculum.stages.s256.tokens": 204_800}, 40, False),
+        ({"curriculum.stages.s256.tokens": 204_800}, 41, True),
+        ({f"{STAGE}.batch_tokens": 16_384}, 40, False),
+        ({f"{STAGE}.batch_tokens": 16_384}, 41, True),
+        ({f"{STAGE}.context_tokens": 1_024}, 41, True),
+        ({"curriculum.order": ["s2048", "s256", "s8192", "s32768"]}, 0, False),
+        ({"curriculum.order": ["s2048", "s256", "s8192", "s32768"]}, 1, True),
+        ({"curriculum.order": ["s256", "s8192", "s2048", "s32768"]}, 40, False),
+        ({"curriculum.order": ["s256", "s2048"]}, 1, False),
+    ],
+)
+def test_what_may_change(changes: dict[str, Any], steps: int, is_refused: bool) -> None:
+    found = compare(four_stage_run(), four_stage_run(changes), trained_steps=steps)
+    assert (len(found.refused) > 0, len(found.accepted) > 0) == (is_refused, not is_refused)
+
+
+def test_a_source_may_come_and_go_as_long_as_no_stage_that_has_begun_draws_from_it() -> None:
+    """Without a mix a stage draws from every source there is."""
+    named, unnamed = four_stage_run(MIXES), four_stage_run()
+    for base, changes, refused in (
+        (named, MIXES | {"data.sources.new": {"path": "corpus/new"}}, False),
+        (unnamed, {"data.sources.new": {"path": "corpus/new"}}, True),
+        (named, MIXES | {"data.sources.docs": ...}, False),
+        (named, MIXES | {"data.sources.code": ...}, True),
+        (unnamed, {"data.sources.docs": ...}, True),
+    ):
+        assert bool(compare(base, four_stage_run(changes), trained_steps=1).refused) is refused, changes
+        assert compare(base, four_stage_run(changes)).refused == [], changes
+
+
+def test_every_setting_says_whether_it_may_change() -> None:
+    assert [key for key in flattened() if kind_of(key) is None] == []
+    assert [pattern for pattern in KINDS if not any(covers(pattern, key) for key in flattened())] == []
+    assert kind_of("model.moe.top_k") is Kind.identity
+    assert kind_of("optim.optimizer") is Kind.identity
+    assert kind_of("curriculum.stages.any.mix.code") is Kind.stage
+    assert kind_of("not.a.setting") is None
+
+
+def test_no_setting_changes_in_silence() -> None:
+    """Change each setting of a run in its second stage: the change is refused or said, never passed over."""
+    old = four_stage_run(MIXES)
+    seen = set()
+    for key, change in _every_change(old, ""):
+        new = four_stage_run(MIXES)
+        change(new)
+        found = compare(old, new, trained_steps=45)
+        keys = [each.key for each in (*found.refused, *found.accepted)]
+        assert keys == [key], key
+        assert bool(found.refused) is not any(f": {line}" for line in describe(found)), key
+        assert len(list(describe(found))) == len(found.accepted), key
+        seen.add(key)
+    assert len(seen) > 100
+
+
+def _every_change(node: Any, path: str) -> list[tuple[str, Callable[[Any], None]]]:
+    """(key, function that gives a run another value there) for each setting below ``node``."""
+    found: list[tuple[str, Callable[[Any], None]]] = []
+    names = [field.name for field in fields(node)] if is_dataclass(node) else list(node)
+    for name in names:
+        value = getattr(node, name) if is_dataclass(node) else node[name]
+        key = f"{path}.{name}" if path else name
+        if is_dataclass(value) or isinstance(value, dict):
+            found += _every_change(value, key)
+        else:
+            found.append((key, lambda run, key=key, value=value: _set(run, key, _other(key, value))))
+    return found
+
+
+def _set(run: Any, key: str, value: object) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        run = run[parent] if isinstance(run, dict) else getattr(run, parent)
+    if isinstance(run, dict):
+        run[last] = value
+    else:
+        setattr(run, last, value)
+
+
+def _other(key: str, value: object) -> object:
+    match value:
+        case bool():
+            return not value
+        case Enum():
+            others = [each for each in type(value) if each is not value]
+            return others[0] if others else None
+        case int() | float():
+            return value + 1
+        case str():
+            return value + "x"
+        case list():
+            return [*value, 1]
+        case _:
+            return {"list": [1]}.get(str(follow(key))[:4], "x")
+
+
+def test_difference_of_a_whole_stage() -> None:
+    old = four_stage_run()
+    new = four_stage_run({"curriculum.stages.s256": ...})
+    assert {difference.key.rpartition(".")[0] for difference in differences(old, new)} >= {
+        "curriculum.stages.s256",
+        "curriculum.stages.s256.learning_rate",
+    }
+    assert all(difference.new is None for difference in differences(old, new))
+
+
+def test_going_on_with_a_changed_run_is_said_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    assert list(describe(settle(four_stage_run(), path))) == []
+    assert list(describe(settle(four_stage_run(), path))) == []
+    changed = settle(four_stage_run({"optim.beta2": 0.99}), path, trained_steps=3)
+    assert list(describe(changed)) == ["changed since the last start: optim.beta2: 0.95 -> 0.99"]
+    assert load_resolved(path).optim.beta2 == 0.99
+    (entry,) = read_history(tmp_path)
+    assert (entry["step"], entry["changed"]) == (3, {"optim.beta2": [0.95, 0.99]})
+
+
+def test_going_on_with_another_run_is_refused_with_both_values(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    settle(four_stage_run(), path)
+    with pytest.raises(ConfigError) as error:
+        settle(four_stage_run({"seed": 9, "model.num_heads": 8, "optim.beta2": 0.99}), path)
+    assert [(p.key, p.id) for p in error.value.problems] == [
+        ("seed", "run.identity"),
+        ("model.num_heads", "run.identity"),
+    ]
+    assert str(error.value.problems[0]) == (
+        f"seed = 9 was 1234 when {tmp_path} was trained, and decides what is trained. Keep the old value, "
+        "start another run with another name, or accept the change with "
+        "resume.override=[seed]. [run.identity]"
+    )
+    assert load_resolved(path) == four_stage_run(), "nothing was written"
+    assert read_history(tmp_path) == []
+
+
+def test_an_override_is_accepted_and_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    settle(four_stage_run(), path)
+    other = {"seed": 9, "data.pack_window_tokens": 8192, "resume.override": ["seed"]}
+    with pytest.raises(ConfigError) as error:
+        settle(four_stage_run(other), path, trained_steps=45)
+    assert [problem.key for problem in error.value.problems] == ["data.pack_window_tokens"]
+    changed = settle(four_stage_run(other | {"resume.override": ["seed", "data"]}), path, trained_steps=45)
+    assert "changed since the last start, because resume.override says so: seed: 1234 -> 9" in list(
+        describe(changed)
+    )
+    (entry,) = read_history(tmp_path)
+    assert entry["overridden"] == {"seed": [1234, 9], "data.pack_window_tokens": [4_194_304, 8192]}
+
+
+def test_an_override_must_name_a_setting() -> None:
+    (problem,) = check(four_stage_run({"resume.override": ["sed", "model.moe"]}))
+    assert str(problem) == "resume.override = sed names no setting. Did you mean seed? [resume.override]"
+
+
+def test_the_run_s_id_is_made_once(tmp_path: Path) -> None:
+    first = run_id(tmp_path / "run")
+    assert run_id(tmp_path / "run") == first
+    assert len(first) == 12
+    assert run_id(tmp_path / "other") != first
+
+
+def test_a_history_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").write_text('{"event": "start"}\n{"event": "st')
+    assert read_history(tmp_path) == [{"event": "start"}]
