@@ -177,8 +177,15 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows the rest
+    from k3train.config.secrets import redacted_output
+
+    with redacted_output():
+        return _run(VERBS[parser.parse_args(given[:1]).verb], given[1:])
+
+
+def _run(verb: Callable[[list[str]], int], arguments: list[str]) -> int:
     try:
-        code = VERBS[parser.parse_args(given[:1]).verb](given[1:])
+        code = verb(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -19,6 +19,7 @@ from k3train.config.compare import describe, settle
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
+from k3train.config.secrets import HIDDEN, redact
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
 NODE = Path(__file__).with_name("node.py")
@@ -97,6 +98,10 @@ def _refuse_odd_names(run: Run, folder: Path, extra: list[str]) -> None:
         ConfigProblem(key, text, rule if key else f"the folder {text!r} {rule}", fix, "slurm.name")
         for key, text in texts
         if not PLAIN.fullmatch(text)
+    ]
+    rule, fix = "holds a password or key, and the job script is kept on the disk", "Export it before sbatch"
+    problems += [
+        ConfigProblem("--sbatch", HIDDEN, rule, fix, "slurm.secret") for text in extra if redact(text) != text
     ]
     if problems:
         raise ConfigError(problems)

@@ -79,7 +79,11 @@ class PlainReader(FileSystemReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 self._check_bytes(item.storage_index)
-        return super().read_data(plan, planner)
+        try:
+            return super().read_data(plan, planner)
+        except Exception as error:  # torch refuses in several ways whatever is no tensor
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{self.path} cannot be read as plain tensors: {reason}") from error
 
     def _check_bytes(self, index: Any) -> None:
         info = self.storage_data[index]

@@ -77,6 +77,8 @@ class Staged:
     def write_index(self, results: list[list[WriteResult]]) -> list[str]:
         """Write the index of all ranks' shards, and return the names of its files. Only rank 0."""
         assert self.plan.index is not None
+        # torch would note a random id and the path of this folder, which will not bear this name for long.
+        self.plan.writer.storage_meta = lambda: None
         self.plan.writer.finish(self.plan.index, results)
         save_config(CheckpointingConfig(self.plan.backend, self.plan.version), str(self.folder))
         return [INDEX, FORMAT_NOTE]

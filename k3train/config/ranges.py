@@ -133,6 +133,7 @@ RANGES: dict[str, Range] = {
     "curriculum.eval_every_steps": _ZERO,
     "checkpoint.every_steps": _ZERO,
     "checkpoint.keep": Range(2, 2**31 - 1),
+    "checkpoint.max_failures": _ONE,
     "monitor.console_every_steps": _ONE,
     "guards.spike_window_steps": Range(8, 100_000),
     "guards.spike_score": _POSITIVE,

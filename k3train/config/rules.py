@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from typing import cast
 
+from k3train.config.build import to_plain
 from k3train.config.keys import closest_word, follow, suggest_key
 from k3train.config.layout_rules import layout_problems
 from k3train.config.merge import stage_parallel, world_size
@@ -13,6 +15,7 @@ from k3train.config.nearest import choices, multiples
 from k3train.config.problems import ConfigProblem
 from k3train.config.ranges import range_problems
 from k3train.config.schema import Parallel, Run, Schedule, Stage
+from k3train.config.secrets import HIDDEN, redact, variable_in
 
 Problems = Iterator[ConfigProblem]
 
@@ -54,6 +57,30 @@ def _names(run: Run) -> Problems:
         yield ConfigProblem("name", run.name, "would lead out of the folder of runs", fix, "run.name")
     if not run.dir.strip():
         yield ConfigProblem("dir", run.dir, "must not be empty", "Give a folder", "run.dir")
+
+
+def _secrets(run: Run) -> Problems:
+    for key, text in _texts(to_plain(run), ""):
+        variable = variable_in(text)
+        if variable or redact(text) != text:
+            what = f"the value of the environment variable {variable}" if variable else "a password or key"
+            rule = f"holds {what}, and settings are printed and kept on the disk"
+            fix = "Take it out; programs find it in the environment"
+            yield ConfigProblem(redact(key), HIDDEN, rule, fix, "config.secret")
+
+
+def _texts(node: object, path: str) -> Iterator[tuple[str, str]]:
+    """Every text in the settings, names that the user chose included, with its key."""
+    if isinstance(node, Mapping):
+        for name, entry in cast("Mapping[str, object]", node).items():
+            key = f"{path}.{name}" if path else name
+            yield key, name
+            yield from _texts(entry, key)
+    elif isinstance(node, list):
+        for entry in cast("list[object]", node):
+            yield from _texts(entry, path)
+    elif isinstance(node, str):
+        yield path, node
 
 
 def _mla_layers(run: Run) -> Problems:
@@ -359,6 +386,7 @@ def _key_of(name: str, stage: Stage) -> Callable[[str], str]:
 
 
 RULES: tuple[Callable[[Run], Problems], ...] = (
+    _secrets,
     _names,
     _mla_layers,
     _dense_layers,

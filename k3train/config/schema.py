@@ -350,6 +350,15 @@ class Curriculum:
 # -------------------------------------------------------------------------- checkpoint, monitor and guards
 
 
+class WhenBusy(Enum):
+    """What a save does that is due while the one before is still being written."""
+
+    wait = "wait"
+    """Training waits for the one before."""
+    skip = "skip"
+    """Leave this one out."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Checkpoint:
     """When checkpoints are written and how many stay. They lie in <dir>/checkpoints."""
@@ -358,6 +367,12 @@ class Checkpoint:
     """Save every so many steps; 0 means only at stage ends and when asked to stop."""
     keep: int = 2
     """Newest checkpoints kept besides each stage's last (at least 2)."""
+    asynchronous: bool = False
+    """Write beside training, which waits only for the copy to the host. Saves at a stage's end and when asked
+    to stop are waited for all the same."""
+    when_busy: WhenBusy = WhenBusy.wait
+    max_failures: int = 3
+    """The run ends when so many saves in a row could not be written; before, training goes on."""
     load_from: str | None = None
     """Checkpoint folder to start a new run from; an existing run directory wins."""
 

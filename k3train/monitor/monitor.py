@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from k3train.config.schema import Run
+from k3train.config.secrets import redact_data
 from k3train.monitor.console import Console
 from k3train.monitor.metrics_file import METRICS, MetricsFile
 from k3train.monitor.record import EventRecord, Record
@@ -42,8 +43,8 @@ class Monitor:
                 self._sinks.remove(sink)
 
     def event(self, event: str, *, step: int, tokens: int, **detail: Any) -> None:
-        """Record an event with JSON details."""
-        self.write(EventRecord(event=event, step=step, tokens=tokens, detail=detail))
+        """Record an event with JSON details, secrets in them hidden."""
+        self.write(EventRecord(event=event, step=step, tokens=tokens, detail=redact_data(detail)))
 
     def close(self) -> None:
         """Write what is buffered and close every sink."""

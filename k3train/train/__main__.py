@@ -15,6 +15,7 @@ from k3train.backend.start import end_process, seed_everything, start_backend, s
 from k3train.config.compose import load_resolved
 from k3train.config.problems import BadInput, ConfigError, ConfigProblem, Stopped, Unavailable
 from k3train.config.schema import Run
+from k3train.config.secrets import redacted_output
 from k3train.faults import plan_from_environment
 from k3train.train.claim import claimed
 from k3train.train.signals import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EXIT_UNEXPECTED
@@ -27,9 +28,14 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m k3train.train <resolved run.yaml>", file=sys.stderr)
         return EXIT_BAD_INPUT
+    with redacted_output():
+        return _main(Path(arguments[0]))
+
+
+def _main(resolved: Path) -> int:
     rank = os.environ.get("RANK", "0")
     try:
-        run = load_resolved(Path(arguments[0]))
+        run = load_resolved(resolved)
         plan_from_environment()
         _check_world(run, int(os.environ.get("WORLD_SIZE", "1")))
         with claimed(run) if rank == "0" else contextlib.nullcontext():

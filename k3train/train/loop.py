@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from k3train.checkpoint.folder import clear_leftovers, newest_good
 from k3train.checkpoint.load import load_checkpoint, read_train_state
-from k3train.checkpoint.save import save_checkpoint
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 from k3train.faults import point
@@ -20,7 +19,8 @@ from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress
 from k3train.train.report import Report
-from k3train.train.resume import check_text, go_on, train_state
+from k3train.train.resume import check_text, go_on
+from k3train.train.saving import Saver, checkpoints
 from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
 from k3train.train.step import rehearse, train_step
@@ -38,6 +38,7 @@ def train(run: Run, device: torch.device) -> int:
     point("setup.start")
     latest, progress = find_progress(run)
     report = Report(run, table)
+    saver = Saver(run, report)
     try:
         report.run_started(run, progress, latest)
         while progress.tokens < total_tokens(table):
@@ -52,7 +53,7 @@ def train(run: Run, device: torch.device) -> int:
             if progress.step == 0:  # where the first stage's held-out loss falls from
                 measure(setup, progress, report, stop, [plan.stage.context_tokens])
                 report.meter.start()
-            latest, ended = train_stage(setup, progress, report, stop)
+            latest, ended = train_stage(setup, progress, report, saver, stop)
             close_stage(setup)
             if ended is Ended.sent_back:
                 latest, progress = find_progress(run)
@@ -62,6 +63,7 @@ def train(run: Run, device: torch.device) -> int:
                 return EXIT_STOPPED
         report.finished(progress)
     finally:
+        saver.close()
         report.close()
         stop.restore()
     return EXIT_DONE
@@ -79,7 +81,7 @@ class Ended(Enum):
 
 
 def train_stage(
-    setup: StageSetup, progress: Progress, report: Report, stop: StopRequest
+    setup: StageSetup, progress: Progress, report: Report, saver: Saver, stop: StopRequest
 ) -> tuple[Path | None, Ended]:
     """Train until the stage has ended, one way or another; returns the checkpoint that was then saved.
 
@@ -92,10 +94,13 @@ def train_stage(
             batches = next(setup.batches)
         result = train_step(setup, progress, batches, wants_stop=stop.poll())
         report.step(setup, progress, result)
+        saver.poll()
         match result.verdict:
             case Verdict(action=Action.stop) as verdict:
+                saver.finish()
                 raise TrainingError(verdict)
             case Verdict(action=Action.rollback):
+                saver.finish()
                 return None, Ended.sent_back
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
         with report.meter.pause():
@@ -103,12 +108,14 @@ def train_stage(
                 stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
             if ended or stopping or _due(progress.step, run.checkpoint.every_steps):
                 with stop.pause():
-                    path = save(setup, progress, milestone=ended)
-                report.saved(progress, path)
+                    if ended or stopping:
+                        path = saver.save_now(setup, progress, milestone=ended)
+                    else:
+                        path = saver.save(setup, progress)
                 if ended:
                     report.stage_ended(setup, progress)
                 # Asked to stop while saving: what was just saved is enough.
-                stopping = stopping or any_wants_stop(stop, setup.device)
+                stopping = stopping or (path is not None and any_wants_stop(stop, setup.device))
                 if ended or stopping:
                     return path, Ended.asked if stopping else Ended.through
 
@@ -158,24 +165,6 @@ def restore(setup: StageSetup, progress: Progress, latest: Path | None) -> None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
         setup.optimizer.reload_model_params()
     check_text(setup, progress, state)
-
-
-def save(setup: StageSetup, progress: Progress, *, milestone: bool) -> Path:
-    """Write a checkpoint of this moment. Every rank must call this."""
-    return save_checkpoint(
-        checkpoints(setup.run),
-        chunks=setup.chunks,
-        optimizer=setup.optimizer,
-        train_state=train_state(setup, progress),
-        groups=setup.groups,
-        keep=setup.run.checkpoint.keep,
-        milestone=milestone,
-    )
-
-
-def checkpoints(run: Run) -> Path:
-    """Folder of the run's checkpoints."""
-    return Path(run.dir) / "checkpoints"
 
 
 def _due(step: int, every: int) -> bool:

@@ -136,6 +136,14 @@ class Report:
         """A checkpoint is complete."""
         self._event("checkpoint", progress, path=str(path))
 
+    def save_failed(self, progress: Progress, reason: str, failures: int) -> None:
+        """A checkpoint was not written, and ``failures`` in a row were not."""
+        self._event("checkpoint_failed", progress, reason=reason, in_a_row=failures)
+
+    def save_skipped(self, progress: Progress) -> None:
+        """A checkpoint is left out because the one before is still being written."""
+        self._event("checkpoint_skipped", progress, reason="the one before is still being written")
+
     def stage_ended(self, setup: StageSetup, progress: Progress) -> None:
         """A stage has used up its tokens."""
         self._event("stage_end", progress, stage=setup.plan.name)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from k3train.checkpoint import folder, manifest
 from k3train.checkpoint.folder import clear_leftovers, committed, newest_good, prune, step_name, verify
 from k3train.checkpoint.manifest import CheckpointError, Manifest, digest_file, read_manifest, write_manifest
+from tests.damage import DAMAGE, OTHER
 
 
 def make(directory: Path, step: int, *, milestone: bool = False) -> Path:
@@ -40,54 +46,18 @@ def test_the_newest_good_one_is_chosen_and_the_hint_is_not_trusted(tmp_path: Pat
     assert newest_good(tmp_path) == tmp_path / step_name(100)
 
 
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def replace_by_loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def flip(path: Path, at: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[min(int(at * len(content)), len(content) - 1)] ^= 0x40
-    path.write_bytes(content)
-
-
-def take_from(path: Path, step: int) -> None:
-    shutil.copyfile(path.parent.parent / step_name(step) / path.name, path)
-
-
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    "missing": Path.unlink,
-    "empty": lambda path: os.truncate(path, 0),
-    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "one byte long": lambda path: os.truncate(path, path.stat().st_size + 1),
-    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)) and None,
-    "first bit": lambda path: flip(path, 0.0),
-    "middle bit": lambda path: flip(path, 0.5),
-    "last bit": lambda path: flip(path, 1.0),
-    "a folder": replace_by_folder,
-    "a symlink loop": replace_by_loop,
-    "from another checkpoint": lambda path: take_from(path, 10),
-}
-
-
 @pytest.mark.parametrize("name", ["a.distcp", "b.distcp", "state.json", manifest.MANIFEST])
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_file_is_found_and_the_older_checkpoint_is_used(
     tmp_path: Path, kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(tmp_path, 10)
+    make(tmp_path, OTHER)
     damaged = make(tmp_path, 20)
     verify(damaged)
     DAMAGE[kind](damaged / name)
     with pytest.raises(CheckpointError, match=step_name(20)):
         verify(damaged)
-    assert newest_good(tmp_path) == tmp_path / step_name(10)
+    assert newest_good(tmp_path) == tmp_path / step_name(OTHER)
     assert f"checkpoint {step_name(20)} is passed over" in caplog.text
 
 
@@ -176,3 +146,108 @@ def test_the_manifest_survives_its_round_trip(tmp_path: Path) -> None:
     found = read_manifest(path)
     assert (found.step, found.milestone) == (10, True)
     assert found.files["a.distcp"] == digest_file(path / "a.distcp")
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere").symlink_to("gone")
+    (tmp_path / "file").write_text("x")
+    for name, words in {"loop": "be read", "nowhere": "leads nowhere", "file": "be read"}.items():
+        with pytest.raises(CheckpointError, match=words):
+            newest_good(tmp_path / name)
+
+
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Root may read everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_what_may_not_be_read_is_passed_over_or_named() -> None:
+    directory = Path(tempfile.mkdtemp())
+    try:
+        directory.chmod(0o755)
+        older, newer = make(directory, 10), make(directory, 20)
+        newer.chmod(0)
+        with without_rights():
+            assert newest_good(directory) == older
+        newer.chmod(0o700)
+        directory.chmod(0)
+        with without_rights(), pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+            newest_good(directory)
+    finally:
+        directory.chmod(0o700)
+        shutil.rmtree(directory)
+
+
+def test_odd_folders_with_a_checkpoints_name_stop_no_scan_and_no_clearing(tmp_path: Path) -> None:
+    good = make(tmp_path, 10)
+    (tmp_path / step_name(20)).symlink_to(step_name(20))
+    (tmp_path / step_name(30)).write_text("a file")
+    (tmp_path / step_name(40)).symlink_to("gone")
+    (tmp_path / "step_00000050.tmp-0a").symlink_to(step_name(10))
+    (tmp_path / "step_00000060.tmp-0a").write_text("a file")
+    assert newest_good(tmp_path) == good
+    clear_leftovers(tmp_path)
+    assert newest_good(tmp_path) == good
+    assert "step_00000050.tmp-0a" not in names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        {"format": "x"},
+        {"format": 1, "files": [1]},
+        {"format": 1, "files": {"a": {"size": 1}}},
+        {"format": 1, "files": {"../a": {"size_bytes": 1, "xxh3_128": ""}}, "step": 1, "milestone": False},
+    ],
+)
+def test_a_manifest_of_another_shape_is_damaged(tmp_path: Path, body: Any) -> None:
+    make(tmp_path, 10)
+    path = make(tmp_path, 20)
+    sealed = {**body, "self": manifest._self_digest(body)} if isinstance(body, dict) else body
+    (path / manifest.MANIFEST).write_text(json.dumps(sealed))
+    assert newest_good(tmp_path) == tmp_path / step_name(10)
+
+
+def test_a_deeply_nested_manifest_is_damaged(tmp_path: Path) -> None:
+    path = make(tmp_path, 10)
+    (path / manifest.MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="damaged"):
+        verify(path)
+
+
+def test_what_everybody_can_write_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    path = make(tmp_path, 20)
+    for open_to_all in (path, path / "a.distcp", path / manifest.MANIFEST, tmp_path):
+        mode = open_to_all.stat().st_mode
+        open_to_all.chmod(mode | stat.S_IWOTH)
+        for load in (verify, lambda _: newest_good(tmp_path)):
+            with pytest.raises(CheckpointError, match=f"{open_to_all} can be written by everybody"):
+                load(path)
+        open_to_all.chmod(mode)
+    tmp_path.chmod(0o1777)  # as /tmp
+    verify(path)
+    assert newest_good(tmp_path) == path
+
+
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    make(tmp_path, 10)
+    path = make(tmp_path, 20)
+    for given in (path, path / "b.distcp"):
+        os.chown(given, 65534, -1)
+        with pytest.raises(CheckpointError, match=f"{given} belongs to user 65534"):
+            newest_good(tmp_path)
+        os.chown(given, 0, -1)
+    assert newest_good(tmp_path) == path
