@@ -79,6 +79,12 @@ def test_names_that_would_change_the_script_are_refused(bad: str) -> None:
     assert [problem.key for problem in error.value.problems] == ["name", "cluster.partition"]
 
 
+def test_an_option_that_holds_a_password_is_refused_without_repeating_it() -> None:
+    with pytest.raises(ConfigError, match=r"slurm\.secret") as error:
+        render(run_of(), Path("/work"), extra=["--export=ALL,DB_PASSWORD=hunter2"])
+    assert "hunter2" not in str(error.value)
+
+
 # ------------------------------------------------------------------------------- a Slurm for one machine
 
 PATIENCE = 200
