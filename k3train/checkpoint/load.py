@@ -186,10 +186,14 @@ def _restore_rng(path: Path, record: dict[str, Any], groups: Groups) -> None:
     same = record["layout"] == layout_identity(groups)
 
     def restore() -> None:
-        if same:
-            rng.restore(json.loads((path / rng_file(rank())).read_bytes()))
-        else:
-            rng.reseed((path / rng_file(0)).read_text())
+        file = path / rng_file(rank() if same else 0)
+        try:
+            if same:
+                rng.restore(json.loads(file.read_bytes()))
+            else:
+                rng.reseed(file.read_text())
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
 
     every_rank(restore)
     if not same and rank() == 0:
