@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TextIO, cast
@@ -64,7 +64,7 @@ def variable_in(text: str) -> str | None:
 
 
 @contextmanager
-def redacted_output() -> Iterator[None]:
+def redacted_output() -> Generator[None]:
     """Within it, secrets are hidden in all that this process prints: messages, warnings, tracebacks.
 
     On the standard output only those of the environment: what a model writes after a prompt is no message.
