@@ -24,7 +24,7 @@ _BATCH_ELEMENTS = 2**26
 
 
 class MuonAdamW:
-    """The inner optimizer of a megatron-core DistributedOptimizer: Muon, then AdamW, then QK-Clip if any.
+    """The inner optimizer of a megatron-core DistributedOptimizer: AdamW, Muon, then QK-Clip if any.
 
     For each matrix W [n, m] with gradient G: B <- momentum * B + G, then
     W <- W (1 - rate * decay) - rate * scale * sqrt(max(n, m)) * orth(G + momentum * B), or orth(B) without

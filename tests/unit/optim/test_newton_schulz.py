@@ -51,6 +51,17 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(
     assert low < float(inner.diagonal().min()) < float(inner.diagonal().max()) < high
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(3, 128, 512), (2, 512, 128)])
+def test_a_gpu_gives_what_the_cpu_gives(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    want = orthogonalise(x, NewtonSchulz.simple, 5, torch.float32)
+    for dtype, tolerance in ((torch.float32, 1e-2), (torch.bfloat16, 5e-2)):
+        got = orthogonalise(x.cuda(), NewtonSchulz.simple, 5, dtype).float().cpu()
+        assert float((got - want).norm() / want.norm()) < tolerance
+
+
 def test_bf16_is_close_and_zero_stays_zero() -> None:
     x = torch.randn(2, 12, 30, generator=torch.Generator().manual_seed(2))
     fine = orthogonalise(x, NewtonSchulz.simple, 5, torch.float32)
