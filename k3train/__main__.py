@@ -150,8 +150,8 @@ def convert(arguments: list[str]) -> int:
     back.add_argument("--text-only", action="store_true", help="leave the image encoder out")
     back.add_argument("--precision", choices=("bf16", "fp32"), help="instead of the one in config.json")
     options = parser.parse_args(arguments)
-    if options.action == "export" and not options.shard_gb > 0:
-        out.error(f"argument --shard-gb: {options.shard_gb} is no size; use more than 0")
+    if options.action == "export" and not 0 < options.shard_gb < 1e6:
+        out.error(f"argument --shard-gb: {options.shard_gb} is no size of a file; use more than 0")
     from k3train.backend.start import start_backend
     from k3train.config.schema import Device
 

@@ -50,7 +50,7 @@ def import_release(
     check_tensors(release, config, entries, text_only=text_only)
     if config.tied:
         head = next(entry for entry in entries if entry.ours == "output_head.weight")
-        entries[entries.index(head)] = replace(head, names=entries[0].names)
+        entries[entries.index(head)] = replace(head, name=entries[0].name)
     files = _files(entries, release, config)
     write_checkpoint(
         out,

@@ -59,10 +59,10 @@ class Entry:
     released_fp32: bool
     """The release keeps it in fp32; otherwise it is bf16 (or MXFP4)."""
     form: Form
-    names: tuple[str, ...]
-    """Tensors of the release, in the order of the first axis here."""
+    name: str
+    """Tensor of the release; ``{}`` in it stands for the number of an expert."""
     stored: Shape
-    """Shape of each of them."""
+    """Shape of that tensor, or of each expert's."""
     also: tuple[Shape, ...] = ()
     """Other shapes that are read too."""
 
@@ -70,6 +70,13 @@ class Entry:
     def written(self) -> bool:
         """Whether the release holds it."""
         return self.form is not Form.bounds
+
+    @property
+    def names(self) -> list[str]:
+        """Tensors of the release, in the order of the first axis here."""
+        return [
+            self.name.format(expert) for expert in range(self.shape[0] if self.form is Form.experts else 1)
+        ]
 
 
 def packed_names(name: str) -> tuple[str, str]:
@@ -121,7 +128,7 @@ def _kda(model: Model, layout: Layout) -> Iterator[Entry]:
     # K3's release fills A_log up to the head size; Kimi Linear's holds it as [1, 1, heads, 1].
     padded = max(heads, kda.head_dim) if layout is Layout.k3 else heads
     yield Entry(
-        ours="A_log", shape=(heads,), fp32=True, released_fp32=True, form=Form.padded, names=("A_log",),
+        ours="A_log", shape=(heads,), fp32=True, released_fp32=True, form=Form.padded, name="A_log",
         stored=(padded,), also=((heads,), (1, 1, heads, 1)),
     )  # fmt: skip
     yield _kept("dt_bias", "dt_bias", (width,), released_fp32=True)
@@ -175,7 +182,7 @@ def _moe(model: Model) -> Iterator[Entry]:
             fp32=False,
             released_fp32=False,
             form=Form.experts,
-            names=tuple(f"experts.{e}.{theirs}.weight" for e in range(moe.num_experts)),
+            name=f"experts.{{}}.{theirs}.weight",
             stored=(shape[1], shape[0]),
         )
     if moe.latent_norm:
@@ -212,12 +219,11 @@ def _matrix(ours: str, theirs: str, shape: Shape) -> Entry:
 def _kept(ours: str, theirs: str, shape: Shape, *, released_fp32: bool = False) -> Entry:
     """A tensor that k3train keeps in fp32."""
     return Entry(
-        ours=ours, shape=shape, fp32=True, released_fp32=released_fp32, form=Form.same, names=(theirs,),
+        ours=ours, shape=shape, fp32=True, released_fp32=released_fp32, form=Form.same, name=theirs,
         stored=shape,
     )  # fmt: skip
 
 
 def _under(ours: str, theirs: str, entries: Iterable[Entry]) -> Iterator[Entry]:
     for entry in entries:
-        names = tuple(f"{theirs}{name}" for name in entry.names)
-        yield replace(entry, ours=f"{ours}{entry.ours}", names=names)
+        yield replace(entry, ours=f"{ours}{entry.ours}", name=f"{theirs}{entry.name}")

@@ -36,7 +36,7 @@ def from_release(entry: Entry, theirs: Sequence[Tensor]) -> Tensor:
             flat, heads = theirs[0].reshape(-1), entry.shape[0]
             if flat[heads:].any():
                 raise CheckpointError(
-                    f"{entry.names[0]}: values {heads} to {len(flat) - 1} must be zero padding, because the "
+                    f"{entry.name}: values {heads} to {len(flat) - 1} must be zero padding, because the "
                     f"model has {heads} heads"
                 )
             return flat[:heads]
