@@ -73,6 +73,9 @@ _OPTIONAL: dict[str, tuple[str, Any]] = {
 }
 """As ``_SIZES``, with the value of the release's configuration class where the key is absent."""
 
+_HAVE_A_KEY = frozenset({*_SIZES.values(), *(ours for ours, _ in _OPTIONAL.values()), "precision"})
+"""Settings that may not stand in ``k3train``: the release's own key would be overruled."""
+
 _ALSO_READ = frozenset(
     "linear_attn_config.full_attn_layers linear_attn_config.kda_layers linear_attn_config.num_heads "
     "num_key_value_heads dtype torch_dtype tie_word_embeddings quantization_config model_type "
@@ -106,18 +109,26 @@ def from_config(config: Mapping[str, Any]) -> ReleaseConfig:
 
     Raises CheckpointError with every key that is missing, or asks for what k3train does not compute.
     """
-    layout = Layout.k3 if isinstance(config.get("text_config"), Mapping) else Layout.kimi_linear
-    text = _flat(config["text_config"] if layout is Layout.k3 else config)
+    layout = Layout.k3 if "text_config" in config else Layout.kimi_linear
+    part = config["text_config"] if layout is Layout.k3 else config
+    raise_all("config.json cannot be used", [*_no_sections(config), *_no_sections(part)])
+    text = _flat(part)
     problems = [*_fixed_problems(text), *_missing(text)]
     packed = _packed(text.get("quantization_config") or config.get("quantization_config"), problems)
     precision = _precision(text.get("dtype", text.get("torch_dtype", config.get("dtype"))), problems)
     raise_all("config.json is of a model that k3train does not compute", problems)
     plain = _official(text, precision)
-    for key, value in (config.get(OWN_SECTION) or {}).items():
+    own = config.get(OWN_SECTION) or {}
+    problems = [f"{OWN_SECTION}.{key}: the release has a key for that" for key in own if key in _HAVE_A_KEY]
+    raise_all("config.json gives no usable model", problems)
+    for key, value in own.items():
         _put(plain, key, value)
     builder = Builder()
     model = builder.build({"model": plain}).model
-    raise_all("config.json gives no usable model", [str(problem) for problem in builder.problems])
+    problems = [str(problem) for problem in builder.problems]
+    if not problems and mla_layers(model) != _mla_layers(text):
+        problems.append(f"{OWN_SECTION}: mla_every and mla_layers are not those of full_attn_layers")
+    raise_all("config.json gives no usable model", problems)
     known = {*_FIXED, *_SIZES, *_OPTIONAL, *_ALSO_READ, *_WITHOUT_EFFECT}
     return ReleaseConfig(
         model=model,
@@ -198,10 +209,13 @@ def _official(text: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
     plain["kda"]["decay_rank"] = plain["kda"]["head_dim"]
     plain["kda"]["norm_eps"] = plain["norm_eps"]
     plain["moe"]["shared_ffn_size"] = plain["moe"]["expert_ffn_size"]
-    plain |= _pattern(
-        [layer - 1 for layer in text["linear_attn_config.full_attn_layers"]], plain["num_layers"]
-    )
+    plain |= _pattern(_mla_layers(text), plain["num_layers"])
     return plain
+
+
+def _mla_layers(text: Mapping[str, Any]) -> list[int]:
+    """From 0, ascending; the release counts from 1."""
+    return sorted(layer - 1 for layer in text["linear_attn_config.full_attn_layers"])
 
 
 def _pattern(layers: list[int], num_layers: int) -> dict[str, Any]:
@@ -211,6 +225,14 @@ def _pattern(layers: list[int], num_layers: int) -> dict[str, Any]:
     if layers and layers == sorted({*ruled, num_layers - 1}):
         return {"mla_every": every, "mla_layers": None}
     return {"mla_layers": layers}
+
+
+def _no_sections(part: Any) -> list[str]:
+    if not isinstance(part, Mapping):
+        return ["text_config is no mapping of keys"]
+    names = ("linear_attn_config", "quantization_config", "vision_config", OWN_SECTION)
+    wrong = [name for name in names if not isinstance(part.get(name) or {}, Mapping)]
+    return [f"{name} is no mapping of keys" for name in wrong]
 
 
 def _fixed_problems(text: Mapping[str, Any]) -> list[str]:
