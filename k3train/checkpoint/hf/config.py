@@ -251,8 +251,10 @@ def _layer_problems(text: Mapping[str, Any]) -> list[str]:
     """Each layer, counted from 1, is in exactly one of the two lists."""
     count = text.get("num_hidden_layers")
     lists = [text.get(f"linear_attn_config.{name}") for name in ("full_attn_layers", "kda_layers")]
-    if type(count) is not int or None in lists:
-        return []  # reported as missing, or by its type
+    if count is None or None in lists:
+        return []  # reported as missing
+    if type(count) is not int:
+        return [f"num_hidden_layers = {count!r} is no whole number"]
     layers = [layer for each in lists if isinstance(each, list) for layer in each]
     if any(type(layer) is not int for layer in layers) or sorted(layers) != [*range(1, count + 1)]:
         return [f"linear_attn_config: full_attn_layers and kda_layers do not share layers 1 to {count}"]

@@ -201,6 +201,7 @@ def test_another_precision_is_the_only_thing_an_export_may_change() -> None:
         ({**PUBLISHED, "k3train": {"kda.decay_rnk": 4}}, "Did you mean model.kda.decay_rank?"),
         ({**PUBLISHED, "k3train": {"num_layers": 4}}, "k3train.num_layers: the release has a key for that"),
         ({**PUBLISHED, "k3train": {"mla_every": 3}}, "mla_every and mla_layers are not those of"),
+        (changed(PUBLISHED, num_hidden_layers="93"), "num_hidden_layers = '93' is no whole number"),
         ({**PUBLISHED, "k3train": [4]}, "k3train is no mapping of keys"),
         ({**PUBLISHED, "text_config": None}, "text_config is no mapping of keys"),
         (changed(PUBLISHED, linear_attn_config=[1]), "linear_attn_config is no mapping of keys"),
