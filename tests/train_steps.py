@@ -43,6 +43,8 @@ class Trained:
     """Of the first step's mean loss."""
     weights: dict[str, Tensor]
     """Before the first step."""
+    balance: dict[int, dict[str, float]]
+    """What the first step's routers saw, by layer number; without the bias, which is rounded."""
     trained: dict[str, Tensor]
     """After the last step, selection biases included."""
 
@@ -64,9 +66,13 @@ def train(
     world = world or degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
     ranks = run_ranks(world, _train, model, list(micros), weights, degrees, optim, steps, timeout=120)
     assert all(r["norms"] == ranks[0]["norms"] for r in ranks)
+    balance: dict[int, dict[str, float]] = {}
+    for layer, numbers in (item for r in ranks for item in r["balance"].items()):
+        assert balance.setdefault(layer, numbers) == numbers
     return Trained(
         losses=[sum(r["losses"][i] for r in ranks) for i in range(steps)],
         norms=ranks[0]["norms"],
+        balance=balance,
         **{
             name: sharded.whole([s for r in ranks for s in r[name]])
             for name in ("gradients", "weights", "trained")
@@ -98,7 +104,11 @@ def _train(rank: int, model, micros, weights, degrees, optim, steps: int) -> dic
             _gather_gradients(wrapped)
             result["gradients"] = sharded.shards(chunks, groups, of_gradients=True)
         result["norms"].append(optimizer_step(optimizer).grad_norm)
-        update_biases(chunks, groups.tokens)
+        balance = update_biases(chunks, groups.tokens)
+        if step == 0:
+            for numbers in balance.values():
+                numbers.pop("bias_range")
+            result["balance"] = balance
     result["trained"] = _copied(chunks, groups)
     stop_groups()
     return result

@@ -21,7 +21,6 @@ def layout_problems(model: Model, parallel: Parallel, world: int, key_of: KeyOf)
     yield from _split_widths(model, parallel, key_of)
     yield from _world(parallel, world, key_of)
     yield from _experts(model, parallel, world, key_of)
-    yield from _context(model, parallel, key_of)
     yield from _pipeline(model, parallel, key_of)
 
 
@@ -100,26 +99,6 @@ def _experts(model: Model, parallel: Parallel, world: int, key_of: KeyOf) -> Ite
                 "cluster.ranks_per_node",
                 "cluster.nodes",
             ),
-        )
-
-
-def _context(model: Model, parallel: Parallel, key_of: KeyOf) -> Iterator[ConfigProblem]:
-    """MLA swaps the context axis for the head axis, so every rank needs whole heads."""
-    mla = model.mla_layers is None or len(model.mla_layers) > 0
-    if (
-        parallel.cp > 1
-        and mla
-        and model.num_heads % parallel.tp == 0
-        and model.num_heads % (parallel.tp * parallel.cp)
-    ):
-        per_rank = model.num_heads // parallel.tp
-        yield ConfigProblem(
-            key_of("cp"),
-            parallel.cp,
-            f"must divide model.num_heads / tp = {per_rank}, because MLA splits heads over tp*cp",
-            f"Use {choices(divisors(per_rank, parallel.cp))}",
-            "parallel.heads-cp",
-            ("model.num_heads", "model.mla_layers", key_of("tp")),
         )
 
 

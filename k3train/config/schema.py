@@ -175,8 +175,11 @@ class Recompute(Enum):
     """What the backward pass computes again instead of keeping."""
 
     none = "none"
+    selective = "selective"
+    """Nothing is kept that is cheap to compute: depth mixes, norms, convolutions, gates, SiTU-GLU, MLA's
+    up-projections and what they exchange."""
     full = "full"
-    """Every decoder layer keeps only its inputs."""
+    """Only inputs are kept: a decoder layer's if both its sublayers are full, else a sublayer's."""
 
 
 class Dispatcher(Enum):
@@ -205,6 +208,14 @@ class Parallel:
     pipeline_split: list[int] | None = None
     """Decoder layers of each chunk in pipeline order (pp*vp numbers); None splits by cost at the context."""
     recompute: Recompute = Recompute.none
+    """Of every kind of sublayer that the next four leave at None."""
+    recompute_kda: Recompute | None = None
+    recompute_mla: Recompute | None = None
+    """MLA in decoder layers and in the MTP layer."""
+    recompute_moe: Recompute | None = None
+    """Experts, routed and shared, in decoder layers and in the MTP layer."""
+    recompute_dense: Recompute | None = None
+    """Feed-forwards of the leading dense layers."""
     dispatcher: Dispatcher = Dispatcher.alltoall
 
 
@@ -220,6 +231,10 @@ class StageParallel:
     etp: int | None = None
     pipeline_split: list[int] | None = None
     recompute: Recompute | None = None
+    recompute_kda: Recompute | None = None
+    recompute_mla: Recompute | None = None
+    recompute_moe: Recompute | None = None
+    recompute_dense: Recompute | None = None
     dispatcher: Dispatcher | None = None
 
 

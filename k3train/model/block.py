@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
@@ -11,7 +10,6 @@ from torch import Tensor
 from k3train.kernels.packing import Packing
 from k3train.model.config import K3Config
 from k3train.model.layer import K3Layer, advance
-from k3train.model.recompute import run_layer
 
 
 class K3Block(MegatronModule):
@@ -31,12 +29,8 @@ class K3Block(MegatronModule):
             self.add_module(str(index), K3Layer(config, index, pg_collection))
 
     def forward(self, sources: tuple[Tensor, ...], packing: Packing) -> tuple[Tensor, ...]:
-        """Sources of attention residuals before the first layer -> after the last, each [s, b, hidden].
-
-        With full recomputation a layer keeps only its sources, all but one of which other layers keep anyway.
-        """
+        """Sources of attention residuals before the first layer -> after the last, each [s, b, hidden]."""
         for layer in self.children():
             assert isinstance(layer, K3Layer)
-            run = partial(layer, packing=packing)
-            sources = advance(sources, run_layer(self.config, run, *sources), layer.starts_block)
+            sources = advance(sources, layer(*sources, packing=packing), layer.starts_block)
         return sources

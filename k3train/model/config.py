@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 
 from k3train.config import schema
+from k3train.plan.recompute import RecomputePlan, recompute_plan
 
 if TYPE_CHECKING:
     from k3train.parallel.layout import Layout
@@ -25,8 +26,8 @@ class K3Config(TransformerConfig):
 
     k3: schema.Model = field(default_factory=schema.Model)
     """The model as the user configured it."""
-    recompute: schema.Recompute = schema.Recompute.none
-    """What the backward pass of K3Block computes again."""
+    recompute: RecomputePlan = field(default_factory=RecomputePlan)
+    """What the backward pass computes again."""
 
     def __post_init__(self) -> None:
         """Refuse, with ValueError, what megatron-core would run and get wrong without a word."""
@@ -59,7 +60,7 @@ def make_config(model: schema.Model, parallel: schema.Parallel, layout: Layout) 
     moe = model.moe
     return K3Config(
         k3=model,
-        recompute=parallel.recompute,
+        recompute=recompute_plan(parallel),
         # shape
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from k3train.kernels.grouped_gemm import grouped_mm
+from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
 from k3train.model.config import K3Config
 
@@ -23,7 +24,7 @@ class Experts(MegatronModule):
     """SiTU-GLU feed-forwards in the latent width, one after another over rows sorted by expert.
 
     Sharded over ep along the expert axis and over expert-tensor parallelism along the inner width; replicated
-    over expert data parallelism.
+    over expert data parallelism. ``selective``: activations are not kept for the backward pass.
     """
 
     gate: Tensor
@@ -33,10 +34,11 @@ class Experts(MegatronModule):
     down: Tensor
     """[local experts, ffn / etp, latent]"""
 
-    def __init__(self, config: K3Config, pg_collection: Any) -> None:
+    def __init__(self, config: K3Config, pg_collection: Any, *, selective: bool = False) -> None:
         super().__init__(config)
         moe, situ = config.k3.moe, config.k3.situ
         self.caps = situ.gate_cap, situ.up_cap
+        self.selective = selective
         self.ep_group, self.tp_group = pg_collection.ep, pg_collection.expt_tp
         self.dp_group = pg_collection.expt_dp
         ep, etp = self.ep_group.size(), self.tp_group.size()
@@ -58,8 +60,14 @@ class Experts(MegatronModule):
         """
         gate, up = grouped_mm(rows, self.gate, counts), grouped_mm(rows, self.up, counts)
         # The weight commutes with the down-projection; here it costs no pass over memory of its own.
-        inner = situ_glu(gate, up, *self.caps, weights)
-        return grouped_mm(inner, self.down, counts)
+        return make_again(
+            lambda gate, up, weights: situ_glu(gate, up, *self.caps, weights),
+            lambda inner: grouped_mm(inner, self.down, counts),
+            gate,
+            up,
+            weights,
+            on=self.selective,
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from k3train.config import schema
 from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.kda.choose import kda
 from k3train.kernels.packing import Packing, make_packing
+from k3train.kernels.recompute import make_again
 from k3train.kernels.short_conv import short_conv
 
 _HEAD_SHARDED = ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv")
@@ -43,7 +45,8 @@ class KdaAttention(MegatronModule):
     """Linear attention with a per-channel bounded decay, short convolutions and an output gate.
 
     Settings come from ``settings``, else from ``config.k3.kda``. ``A_log``, ``dt_bias``, the convolutions and
-    ``o_norm`` are fp32 whatever ``config.params_dtype`` is.
+    ``o_norm`` are fp32 whatever ``config.params_dtype`` is. ``selective``: gathered inputs, convolutions,
+    decays and the gated output norm are not kept for the backward pass.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class KdaAttention(MegatronModule):
         pg_collection: Any,
         *,
         settings: schema.Kda | None = None,
+        selective: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.selective = selective
         self.settings = settings or config.k3.kda  # pyright: ignore[reportAttributeAccessIssue]
         self.layer_number = layer_number
         self.tp, self.cp = pg_collection.tp, pg_collection.cp
@@ -163,30 +168,53 @@ class KdaAttention(MegatronModule):
             )
         if unused.get("inference_context") is not None or unused.get("inference_params") is not None:
             raise ValueError("KdaAttention has no inference cache: call it without inference_context")
-        x = hidden_states
-        if self.tp.size() > 1:
-            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp)
-        packing = _as_packing(packed_seq_params, x, self.cp)
+        gather = self.tp.size() > 1
+        out = make_again(
+            partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=self.tp)
+            if gather
+            else lambda x: x,
+            lambda x: self._attend(x, _as_packing(packed_seq_params, x, self.cp)),
+            hidden_states,
+            on=self.selective and gather,
+        )
+        return out, None
 
+    def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
+        """x [s, b, hidden], s of all tensor parallel ranks -> this rank's share [s / tp, b, hidden]."""
         # [s, b, channels] -> [b, s, channels], one convolution (and one halo) for the three
         qkv = torch.cat([self.q_proj(x)[0], self.k_proj(x)[0], self.v_proj(x)[0]], -1).transpose(0, 1)
-        taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
-        q, k, v = self._by_head(short_conv(qkv, taps, packing, self.cp)).chunk(3, 2)
-        o, _ = kda(
-            q,
-            k,
-            v,
-            self._by_head(self.f_b(self.f_a(x))[0].transpose(0, 1)),
-            self.b_proj(x)[0].transpose(0, 1),
-            self.A_log,
-            self.dt_bias,
-            gate_lower_bound=self.settings.gate_lower_bound,
-            packing=packing,
-            cp_group=self.cp,
-        )
+        beta = self.b_proj(x)[0].transpose(0, 1)
+
+        def mixed(qkv: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
+            taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
+            q, k, v = self._by_head(short_conv(qkv, taps, packing, self.cp)).chunk(3, 2)
+            # The GPU's kernels take whole rows; copies made there would be kept.
+            return (
+                *(x.contiguous() for x in (q, k, v)),
+                self._by_head(self.f_b(decay)[0].transpose(0, 1)),
+            )
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
+            return kda(
+                q,
+                k,
+                v,
+                z,
+                beta,
+                self.A_log,
+                self.dt_bias,
+                gate_lower_bound=self.settings.gate_lower_bound,
+                packing=packing,
+                cp_group=self.cp,
+            )[0]
+
+        def normed(o: Tensor, gate: Tensor) -> Tensor:
+            o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
+            return o.flatten(2).transpose(0, 1).contiguous()
+
+        o = make_again(mixed, attended, qkv, self.f_a(x), on=self.selective)
         gate = self._by_head(self.g_proj(x)[0].transpose(0, 1))
-        o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
-        return self.o_proj(o.flatten(2).transpose(0, 1).contiguous())[0], None
+        return make_again(normed, lambda o: self.o_proj(o)[0], o, gate, on=self.selective)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[b, s, heads * d] -> [b, s, heads, d]."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from k3train.config.schema import Recompute
 from k3train.kernels.packing import Packing
+from k3train.kernels.recompute import again, make_again
 from k3train.model.attn_res import DepthMix
 from k3train.model.config import K3Config
 from k3train.model.kda import KdaAttention
@@ -31,6 +34,8 @@ class K3Layer(MegatronModule):
         self.starts_block = index % config.k3.attn_res.block_layers == 0
         self.attention_mix = DepthMix(config)
         self.attention_norm = RmsNorm(config, config.k3.hidden_size)
+        self.recompute_attention, self.recompute_ffn = config.recompute.of_layer(config.k3, index)
+        self.recompute_all = self.recompute_attention is self.recompute_ffn is Recompute.full
         self.attention = make_attention(config, index, pg_collection)
         self.ffn_mix = DepthMix(config)
         self.ffn_norm = RmsNorm(config, config.k3.hidden_size)
@@ -40,15 +45,35 @@ class K3Layer(MegatronModule):
         """The new running prefix from the finished blocks and the running prefix, each [s, b, hidden].
 
         When the layer starts a block, the prefix it was given is finished and counts among the blocks from
-        then on; ``advance`` keeps that account.
+        then on; ``advance`` keeps that account. With full recomputation only ``sources`` are kept, all but
+        one of which other layers keep anyway.
         """
-        h = self.attention_norm(self.attention_mix(sources))
-        attended, _ = self.attention(h, attention_mask=None, packed_seq_params=packing)
+        return again(partial(self._forward, packing=packing), *sources, on=self.recompute_all)
+
+    def _forward(self, *sources: Tensor, packing: Packing) -> Tensor:
+        attend, feed = partial(self._attend, packing=packing), partial(self._feed, packing=packing)
+        half = not self.recompute_all
+        attended = again(attend, *sources, on=half and self.recompute_attention is Recompute.full)
         sources = advance(
             sources, attended if self.starts_block else sources[-1] + attended, self.starts_block
         )
-        h = self.ffn_norm(self.ffn_mix(sources))
-        return sources[-1] + self.ffn(h, packed_seq_params=packing)[0]
+        return sources[-1] + again(feed, *sources, on=half and self.recompute_ffn is Recompute.full)
+
+    def _attend(self, *sources: Tensor, packing: Packing) -> Tensor:
+        return make_again(
+            lambda *sources: self.attention_norm(self.attention_mix(sources)),
+            lambda h: self.attention(h, attention_mask=None, packed_seq_params=packing)[0],
+            *sources,
+            on=self.recompute_attention is Recompute.selective,
+        )
+
+    def _feed(self, *sources: Tensor, packing: Packing) -> Tensor:
+        return make_again(
+            lambda *sources: self.ffn_norm(self.ffn_mix(sources)),
+            lambda h: self.ffn(h, packed_seq_params=packing)[0],
+            *sources,
+            on=self.recompute_ffn is Recompute.selective,
+        )
 
 
 def advance(sources: tuple[Tensor, ...], prefix: Tensor, starts_block: bool) -> tuple[Tensor, ...]:
@@ -59,11 +84,13 @@ def advance(sources: tuple[Tensor, ...], prefix: Tensor, starts_block: bool) -> 
 def make_attention(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:
     """KDA or gated MLA, as the model's layer pattern says."""
     kind = GatedMla if is_mla(config.k3, index) else KdaAttention
-    return kind(config, layer_number=index + 1, pg_collection=pg_collection)
+    selective = config.recompute.of_layer(config.k3, index)[0] is Recompute.selective
+    return kind(config, layer_number=index + 1, pg_collection=pg_collection, selective=selective)
 
 
 def make_ffn(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:
     """A dense feed-forward in the leading layers, the mixture of experts after them."""
+    selective = config.recompute.of_layer(config.k3, index)[1] is Recompute.selective
     if index < config.k3.num_dense_layers:
-        return SituMlp(config, config.k3.dense_ffn_size, pg_collection=pg_collection)
-    return LatentMoe(config, layer_number=index + 1, pg_collection=pg_collection)
+        return SituMlp(config, config.k3.dense_ffn_size, pg_collection, selective=selective)
+    return LatentMoe(config, index + 1, pg_collection, selective=selective)

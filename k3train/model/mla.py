@@ -1,9 +1,10 @@
 """Gated multi-head latent attention without positions.
 
 Legend: n tokens of the micro-batch buffer, h heads; tp and cp are numbers of ranks. A rank holds n/(tp*cp)
-consecutive tokens between sublayers. Inside, heads are sharded over tp, and for the softmax over tp*cp: each
-context-parallel rank attends over the whole buffer for its own heads. All ranks then do equal work whatever
-the documents' lengths, and one contiguous token order serves every layer.
+consecutive tokens between sublayers. Inside, heads are sharded over tp, and for the softmax over tp*p, p the
+largest number that divides h/tp and cp: a context-parallel rank attends over the whole buffer for its own
+heads, and where p < cp, with cp/p ranks to the same heads, for its share of the queries. Ranks then do equal
+work whatever the documents' lengths, and one contiguous token order serves every layer.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from k3train.kernels.attention import attention
-from k3train.kernels.max_logits import max_logits
+from k3train.kernels.attention import attention, attention_of_ranges
+from k3train.kernels.max_logits import max_logits, max_logits_of_ranges
 from k3train.kernels.packing import Packing
+from k3train.kernels.recompute import make_again
 from k3train.model.config import K3Config
 from k3train.model.norm import RmsNorm
 from k3train.model.parameters import replicated_linear
+from k3train.model.query_shares import QueryShares
 from k3train.parallel.collectives import all_gather, all_to_all
+from k3train.plan.queries import head_parts
 
 
 class _KvUp(ColumnParallelLinear):
@@ -42,17 +46,29 @@ class GatedMla(MegatronModule):
     """Gated MLA (k3 report eq. 7): low-rank queries, one key/value latent, a sigmoid gate on every channel.
 
     A module of its own, since megatron-core's MLA cannot be built without Transformer Engine, gathers neither
-    packed documents nor context parallelism on the CPU, and knows no gate. Heads must divide by tp*cp.
+    packed documents nor context parallelism on the CPU, and knows no gate. Heads must divide by tp.
+    ``selective``: queries, keys, values and the gated output are not kept for the backward pass.
     """
 
-    def __init__(self, config: K3Config, layer_number: int, pg_collection: Any, **_: Any) -> None:
+    def __init__(
+        self,
+        config: K3Config,
+        layer_number: int,
+        pg_collection: Any,
+        *,
+        selective: bool = False,
+        **_: Any,
+    ) -> None:
         super().__init__(config)
         mla, heads = config.k3.mla, config.k3.num_heads
         self.layer_number = layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.local_heads = heads // self.tp_group.size()
+        self.parts = head_parts(self.local_heads, self.cp_group.size())
+        self.own_heads = self.local_heads // self.parts
         self.nope, self.shared, self.value = mla.qk_head_dim, mla.qk_shared_head_dim, mla.v_head_dim
         self.latent = mla.kv_lora_rank
+        self.selective = selective
         self.scale = (self.nope + self.shared) ** -0.5
         self.max_logits: Tensor | None = None
         """fp32 [heads / tp]: largest logits since the last reset, of the heads that this rank attends for."""
@@ -99,18 +115,37 @@ class GatedMla(MegatronModule):
         documents of the whole buffer; None means that it is one document.
         """
         assert hidden_states.shape[1] == 1, hidden_states.shape
-        q, _ = self.q_b(self.q_a_norm(self.q_a(hidden_states)))
-        q = q.view(q.shape[0], self.local_heads, self.nope + self.shared)
-        q = all_to_all(q, self.cp_group, split_dim=1, concat_dim=0)  # [n, h/(tp*cp), nope + shared]
-        k, v = self._keys_and_values(hidden_states)
-        borders = (0, q.shape[0]) if packed_seq_params is None else packed_seq_params.cu_seqlens
-        if self.max_logits is not None and self.training and torch.is_grad_enabled():
-            self._observe(q, k, borders)
-        out = attention(q, k, v, borders, self.scale)
-        out = all_to_all(out, self.cp_group, split_dim=0, concat_dim=1)  # [n/cp, h/tp, value]
+        if packed_seq_params is None:
+            borders = (0, hidden_states.shape[0] * self.tp_group.size() * self.cp_group.size())
+        else:
+            borders = packed_seq_params.cu_seqlens
+        shares = None
+        if self.parts < self.cp_group.size():
+            shares = QueryShares(self.cp_group, self.local_heads, borders)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.max_logits is not None and self.training and torch.is_grad_enabled():
+                self._observe(q, k, borders, shares)
+            if shares is None:
+                return attention(q, k, v, borders, self.scale, selective=self.selective)
+            return attention_of_ranges(q, k, v, borders, shares.ranges, self.scale, selective=self.selective)
+
+        out = make_again(
+            lambda query, latent: (self._queries(query, shares), *self._keys_and_values(latent)),
+            attend,
+            self.q_a(hidden_states),
+            self.kv_a(hidden_states),
+            on=self.selective,
+        )
+        if shares is None:
+            out = all_to_all(out, self.cp_group, split_dim=0, concat_dim=1)  # [n/cp, h/tp, value]
+        else:
+            out = shares.gather(out)
         gate, _ = self.g_proj(hidden_states)
-        out = out.reshape(gate.shape).float() * torch.sigmoid(gate.float())
-        return self.o_proj(out.to(gate.dtype))[0], None
+        out = make_again(
+            _gated, lambda x: self.o_proj(x)[0], out.reshape(gate.shape), gate, on=self.selective
+        )
+        return out, None
 
     def track_logits(self) -> None:
         """From now on keep the largest logit of each head over all training passes (see ``max_logits``).
@@ -129,15 +164,26 @@ class GatedMla(MegatronModule):
         return [(self.q_b.weight, q_rows.flatten()), (self.kv_b.weight, kv_rows.flatten())]
 
     @torch.no_grad()
-    def _observe(self, q: Tensor, k: Tensor, borders: tuple[int, ...]) -> None:
+    def _observe(self, q: Tensor, k: Tensor, borders: tuple[int, ...], shares: QueryShares | None) -> None:
         assert self.max_logits is not None
-        heads = q.shape[1]
-        own = self.max_logits[self.cp_group.rank() * heads :][:heads]
-        own.copy_(torch.maximum(own, max_logits(q, k, borders, self.scale)))
+        own = self.max_logits[self.cp_group.rank() % self.parts * self.own_heads :][: self.own_heads]
+        if shares is None:
+            largest = max_logits(q, k, borders, self.scale)
+        else:
+            largest = max_logits_of_ranges(q, k, borders, shares.ranges, self.scale)
+        own.copy_(torch.maximum(own, largest))
 
-    def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """k [n, h/(tp*cp), nope + shared] and v [n, h/(tp*cp), value] from the gathered narrow latent."""
-        latent, shared = self.kv_a(hidden_states).split([self.latent, self.shared], dim=-1)
+    def _queries(self, compressed: Tensor, shares: QueryShares | None) -> Tensor:
+        """[n/(tp*cp), 1, q_lora] -> [rows, h/(tp*p), nope + shared], n rows without ``shares``."""
+        q, _ = self.q_b(self.q_a_norm(compressed))
+        q = q.view(q.shape[0], self.local_heads, self.nope + self.shared)
+        if shares is not None:
+            return shares.scatter(q)
+        return all_to_all(q, self.cp_group, split_dim=1, concat_dim=0)
+
+    def _keys_and_values(self, narrow: Tensor) -> tuple[Tensor, Tensor]:
+        """k [n, h/(tp*p), nope + shared] and v [n, h/(tp*p), value] from ``narrow`` [n/(tp*cp), 1, 576]."""
+        latent, shared = narrow.split([self.latent, self.shared], dim=-1)
         narrow = torch.cat([self.kv_a_norm(latent), shared], dim=-1)
         if self.config.sequence_parallel:
             # Heads differ over tp, so the gradients that come back to the latent are partial sums.
@@ -146,9 +192,13 @@ class GatedMla(MegatronModule):
             )
         narrow = all_gather(narrow[:, 0], self.cp_group)
         latent, shared = narrow.split([self.latent, self.shared], dim=-1)
-        heads = self.local_heads // self.cp_group.size()
-        rows = heads * (self.nope + self.value)
-        kv = self.kv_b(latent, self.cp_group.rank() * rows, rows)
-        k, v = kv.view(-1, heads, self.nope + self.value).split([self.nope, self.value], dim=-1)
-        k = torch.cat([k, shared[:, None].expand(-1, heads, -1)], dim=-1)
+        rows = self.own_heads * (self.nope + self.value)
+        kv = self.kv_b(latent, self.cp_group.rank() % self.parts * rows, rows)
+        k, v = kv.view(-1, self.own_heads, self.nope + self.value).split([self.nope, self.value], dim=-1)
+        k = torch.cat([k, shared[:, None].expand(-1, self.own_heads, -1)], dim=-1)
         return k, v
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate) in fp32, in the dtype of ``gate``."""
+    return (x.float() * torch.sigmoid(gate.float())).to(gate.dtype)

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
 from k3train.model.config import K3Config
 
@@ -21,11 +22,14 @@ from k3train.model.config import K3Config
 class SituMlp(MegatronModule):
     """down(SiTU-GLU(gate(x), up(x))) without biases, its inner width sharded over tp (k3 report eq. 12).
 
-    ``ffn_size`` is the whole inner width.
+    ``ffn_size`` is the whole inner width. ``selective``: gathered inputs and activations are made again.
     """
 
-    def __init__(self, config: K3Config, ffn_size: int, pg_collection: Any) -> None:
+    def __init__(
+        self, config: K3Config, ffn_size: int, pg_collection: Any, *, selective: bool = False
+    ) -> None:
         super().__init__(config)
+        self.selective = selective
         assert config.init_method is not None
         self.caps = config.k3.situ.gate_cap, config.k3.situ.up_cap
         self.tp_group = pg_collection.tp
@@ -59,11 +63,20 @@ class SituMlp(MegatronModule):
 
         Every rank of tp must call this.
         """
+        return make_again(self._gather, self._feed, hidden, on=self.selective), None
+
+    def _gather(self, hidden: Tensor) -> Tensor:
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+            return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+
+    def _feed(self, hidden: Tensor) -> Tensor:
         gate, _bias = self.gate_proj(hidden)
         up, _bias = self.up_proj(hidden)
-        out, _bias = self.down_proj(situ_glu(gate, up, *self.caps))
-        return out, None
+        return make_again(
+            lambda gate, up: situ_glu(gate, up, *self.caps),
+            lambda inner: self.down_proj(inner)[0],
+            gate,
+            up,
+            on=self.selective,
+        )

@@ -6,7 +6,6 @@ inside. Hidden states are [n/(tp*cp), 1, hidden].
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from megatron.core.enums import ModelType
@@ -22,7 +21,6 @@ from k3train.model.head import OutputHead
 from k3train.model.mtp import MtpLayer
 from k3train.model.norm import RmsNorm
 from k3train.model.payload import BlockCache, make_payload
-from k3train.model.recompute import run_layer
 from k3train.parallel.layout import Layout, chunk_layers
 
 
@@ -106,7 +104,7 @@ class K3Model(MegatronModule):
             return out
         # The last token of a document has no next token; it attends to nothing later and has no MTP label.
         upcoming = self._embed(labels.clamp(min=0))
-        predicted = run_layer(self.config, partial(self.mtp, packing=packing), hidden, upcoming)
+        predicted = self.mtp(hidden, upcoming, packing=packing)
         return out + self.config.k3.mtp.loss_weight * self.output_head(predicted, labels_mtp)
 
     def _embed(self, tokens: Tensor) -> Tensor:

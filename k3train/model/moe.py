@@ -8,7 +8,9 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from k3train.kernels.beside import beside
 from k3train.kernels.packing import Packing
+from k3train.kernels.recompute import make_again
 from k3train.model.config import K3Config
 from k3train.model.dispatch import make_dispatch
 from k3train.model.experts import Experts
@@ -22,10 +24,13 @@ class LatentMoe(MegatronModule):
     """y = shared(x) + up(norm(sum over chosen experts of weight * expert(down(x)))), k3 report eq. 11-13.
 
     The router and the shared experts read x at full width; tokens travel to the routed experts in the latent
-    width. No token is dropped. ``layer_number`` names the layer in the balance metrics.
+    width. No token is dropped. ``layer_number`` names the layer in the balance metrics. ``selective``:
+    activations, norms and gathered inputs are not kept for the backward pass.
     """
 
-    def __init__(self, config: K3Config, layer_number: int, pg_collection: Any) -> None:
+    def __init__(
+        self, config: K3Config, layer_number: int, pg_collection: Any, *, selective: bool = False
+    ) -> None:
         super().__init__(config)
         if pg_collection.tp.size() > 1 and not config.sequence_parallel:
             raise ValueError(
@@ -37,12 +42,16 @@ class LatentMoe(MegatronModule):
         self.tp_group = pg_collection.tp
         self.router = K3Router(config, layer_number, pg_collection)
         self.latent_down = replicated_linear(config, config.hidden_size, moe.latent_size)
-        self.experts = Experts(config, pg_collection)
+        self.experts = Experts(config, pg_collection, selective=selective)
         self.latent_norm = RmsNorm(config, moe.latent_size) if moe.latent_norm else torch.nn.Identity()
         self.latent_up = replicated_linear(config, moe.latent_size, config.hidden_size)
         shared_size = moe.num_shared_experts * moe.shared_ffn_size
-        self.shared = SituMlp(config, shared_size, pg_collection) if shared_size else None
+        self.selective = selective
+        self.shared = (
+            SituMlp(config, shared_size, pg_collection, selective=selective) if shared_size else None
+        )
         self.dispatch = make_dispatch(config, pg_collection)
+        self.has_exchange = pg_collection.tp_ep.size() > 1
 
     def forward(
         self, hidden: Tensor, padding_mask: Tensor | None = None, packed_seq_params: Any = None
@@ -54,11 +63,18 @@ class LatentMoe(MegatronModule):
         Every rank of tp, ep and etp must call this.
         """
         routes = self.router(hidden, self._valid(padding_mask, packed_seq_params))
+        shared = None
+        if self.shared is not None:
+            shared = beside(self._share, hidden, on=hidden.is_cuda and self.has_exchange)
         latent = self.latent_down(hidden)
         rows, counts, weights = self.dispatch.dispatch(latent.view(-1, latent.shape[-1]), routes)
         combined = self.dispatch.combine(self.experts(rows, counts, weights)).view_as(latent)
-        out = self.latent_up(self.latent_norm(combined))
-        return (out if self.shared is None else out + self.shared(hidden)[0]), None
+        out = make_again(self.latent_norm, self.latent_up, combined, on=self.selective)
+        return (out if shared is None else out + shared()), None
+
+    def _share(self, hidden: Tensor) -> Tensor:
+        assert self.shared is not None
+        return self.shared(hidden)[0]
 
     def _valid(self, padding_mask: Tensor | None, packed_seq_params: Any) -> Tensor | None:
         """bool [s*b] over this rank's tokens, False on padding."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from k3train.config.schema import Recompute
 from k3train.kernels.packing import Packing
+from k3train.kernels.recompute import again, make_again
 from k3train.model.config import K3Config
 from k3train.model.mla import GatedMla
 from k3train.model.moe import LatentMoe
@@ -31,9 +34,13 @@ class MtpLayer(MegatronModule):
         self.embedding_norm = RmsNorm(config, hidden)
         self.projection = replicated_linear(config, 2 * hidden, hidden)
         self.attention_norm = RmsNorm(config, hidden)
-        self.attention = GatedMla(config, layer_number=number, pg_collection=pg_collection)
+        mla, moe = config.recompute.mla, config.recompute.moe
+        self.recompute_attention, self.recompute_ffn = mla, moe
+        self.recompute_all = mla is moe is Recompute.full
+        selective = mla is Recompute.selective
+        self.attention = GatedMla(config, number, pg_collection, selective=selective)
         self.ffn_norm = RmsNorm(config, hidden)
-        self.ffn = LatentMoe(config, layer_number=number, pg_collection=pg_collection)
+        self.ffn = LatentMoe(config, number, pg_collection, selective=moe is Recompute.selective)
         self.final_norm = RmsNorm(config, hidden)
 
     def forward(self, hidden: Tensor, next_embedding: Tensor, *, packing: Packing) -> Tensor:
@@ -42,8 +49,30 @@ class MtpLayer(MegatronModule):
         ``hidden`` is the trunk's output before its final norm, ``next_embedding`` the embedding of token
         t + 1; both, and the result, [s, b, hidden] as between sublayers.
         """
-        both = torch.cat([self.hidden_norm(hidden), self.embedding_norm(next_embedding)], dim=-1)
-        x = self.projection(both)
-        x = x + self.attention(self.attention_norm(x), packed_seq_params=packing)[0]
-        x = x + self.ffn(self.ffn_norm(x), packed_seq_params=packing)[0]
+        whole = partial(self._forward, packing=packing)
+        return again(whole, hidden, next_embedding, on=self.recompute_all)
+
+    def _forward(self, hidden: Tensor, next_embedding: Tensor, *, packing: Packing) -> Tensor:
+        x = make_again(
+            lambda *both: torch.cat([self.hidden_norm(both[0]), self.embedding_norm(both[1])], dim=-1),
+            self.projection,
+            hidden,
+            next_embedding,
+            on=self.recompute_attention is Recompute.selective,
+        )
+        x = x + self._sublayer(self.attention_norm, self.attention, x, packing, self.recompute_attention)
+        x = x + self._sublayer(self.ffn_norm, self.ffn, x, packing, self.recompute_ffn)
         return self.final_norm(x)
+
+    def _sublayer(
+        self, norm: Any, sublayer: Any, x: Tensor, packing: Packing, recompute: Recompute
+    ) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return make_again(
+                norm,
+                lambda h: sublayer(h, packed_seq_params=packing)[0],
+                x,
+                on=recompute is Recompute.selective,
+            )
+
+        return again(run, x, on=recompute is Recompute.full and not self.recompute_all)

@@ -1,10 +1,12 @@
 """Differentiable collectives that layers use besides megatron-core's own.
 
-Every rank of the group must call each of them, with equal shapes. A group of one rank costs nothing.
+Every rank of the group must call each of them; the first two with equal shapes. A group of one rank costs
+nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ def all_to_all(x: Tensor, group: Any, *, split_dim: int, concat_dim: int) -> Ten
     ``split_dim``; size ``split_dim`` must be divisible by the number of ranks.
     """
     return x if group.size() == 1 else _AllToAll.apply(x, group, split_dim, concat_dim)
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> Tensor:
+    """Send rank r the next ``send[r]`` rows of ``x``; return ``receive[r]`` rows from each rank r, in order.
+
+    [sum of send, ...] -> [sum of receive, ...]; trailing axes are equal on all ranks.
+    """
+    return x if group.size() == 1 else _ExchangeRows.apply(x, list(send), list(receive), group)
 
 
 class _AllGather(torch.autograd.Function):
@@ -55,6 +65,22 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split_dim, concat_dim = ctx.dims
         return _exchange(grad, ctx.group, concat_dim, split_dim), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.splits, ctx.group = (send, receive), group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive = ctx.splits
+        out = grad.new_empty(sum(send), *grad.shape[1:])
+        dist.all_to_all_single(out, grad.contiguous(), send, receive, group=ctx.group)
+        return out, None, None, None
 
 
 def _exchange(x: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:

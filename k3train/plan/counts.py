@@ -145,18 +145,40 @@ def head_flops(model: Model) -> float:
 
 def mtp_layer_flops(model: Model, context: int) -> float:
     """Forward FLOPs of one token in the MTP layer, without the output head that it shares."""
-    attention = 2 * mla_parameters(model) + _mla_core_flops(model, context)
-    return attention + _moe_flops(model) + 2 * 2 * model.hidden_size**2
+    return mtp_attention_flops(model, context) + _moe_flops(model)
+
+
+def mtp_attention_flops(model: Model, context: int) -> float:
+    """The part of ``mtp_layer_flops`` that is not its experts."""
+    return 2 * mla_parameters(model) + _mla_core_flops(model, context) + 2 * 2 * model.hidden_size**2
 
 
 def layer_flops(model: Model, layer: int, context: int) -> float:
     """Forward FLOPs of one token in decoder layer ``layer``, as ``train_flops_per_token`` counts them."""
+    return attention_flops(model, layer, context) + ffn_flops(model, layer)
+
+
+def attention_flops(model: Model, layer: int, context: int) -> float:
+    """The part of ``layer_flops`` that KDA or MLA has in it."""
     if is_mla(model, layer):
-        attention = 2 * mla_parameters(model) + _mla_core_flops(model, context)
-    else:
-        attention = 2 * kda_parameters(model) + _kda_core_flops(model)
+        return 2 * mla_parameters(model) + _mla_core_flops(model, context)
+    return 2 * kda_parameters(model) + _kda_core_flops(model)
+
+
+def ffn_flops(model: Model, layer: int) -> float:
+    """The part of ``layer_flops`` that the dense feed-forward or the experts have in it."""
     dense = layer < model.num_dense_layers
-    return attention + (2 * 3 * model.hidden_size * model.dense_ffn_size if dense else _moe_flops(model))
+    return 2.0 * 3 * model.hidden_size * model.dense_ffn_size if dense else _moe_flops(model)
+
+
+def up_projection_flops(model: Model, mla: bool) -> float:
+    """Forward FLOPs of one token in what selective recomputation multiplies again: MLA's two up-projections
+    or the one that makes KDA's decay."""
+    if not mla:
+        return 2.0 * model.kda.decay_rank * model.num_heads * model.kda.head_dim
+    query = model.mla.q_lora_rank * (model.mla.qk_head_dim + model.mla.qk_shared_head_dim)
+    latent = model.mla.kv_lora_rank * (model.mla.qk_head_dim + model.mla.v_head_dim)
+    return 2.0 * model.num_heads * (query + latent)
 
 
 def _moe_flops(model: Model) -> float:

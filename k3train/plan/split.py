@@ -8,7 +8,16 @@ from itertools import accumulate, pairwise
 
 from k3train.config.merge import even_split, stage_parallel
 from k3train.config.schema import Model, Parallel, Recompute, Run, Stage
-from k3train.plan.counts import head_flops, layer_flops, mtp_layer_flops
+from k3train.plan.counts import (
+    attention_flops,
+    ffn_flops,
+    head_flops,
+    is_mla,
+    mtp_attention_flops,
+    mtp_layer_flops,
+    up_projection_flops,
+)
+from k3train.plan.recompute import RecomputePlan, recompute_plan
 
 
 def resolved_parallel(run: Run, stage: Stage) -> Parallel:
@@ -18,11 +27,11 @@ def resolved_parallel(run: Run, stage: Stage) -> Parallel:
     # Degrees that do not fit the model are for the layout's rules to report.
     if parallel.pipeline_split is not None or not 1 < chunks <= run.model.num_layers:
         return parallel
-    split = cost_split(run.model, chunks, stage.context_tokens, parallel.recompute)
+    split = cost_split(run.model, chunks, stage.context_tokens, recompute_plan(parallel))
     return replace(parallel, pipeline_split=list(split))
 
 
-def cost_split(model: Model, chunks: int, context: int, recompute: Recompute) -> tuple[int, ...]:
+def cost_split(model: Model, chunks: int, context: int, recompute: RecomputePlan) -> tuple[int, ...]:
     """Decoder layers of each chunk in pipeline order, so that the most expensive chunk costs least.
 
     Among equals the one with the least sum of squares. Every chunk has at least one layer.
@@ -47,28 +56,43 @@ def cost_split(model: Model, chunks: int, context: int, recompute: Recompute) ->
     return best[layers][2]
 
 
-def layer_costs(model: Model, context: int, recompute: Recompute) -> list[float]:
+def layer_costs(model: Model, context: int, recompute: RecomputePlan) -> list[float]:
     """FLOPs of one token in each decoder layer, forward and backward, in a document of ``context`` tokens.
 
     The last layer bears the output head and MTP, which lie in its chunk. Looking up an embedding costs none.
-    Under full recomputation a layer, but not the head, runs forward twice.
+    Under full recomputation a sublayer, but not the head, runs forward twice; under selective recomputation
+    its up-projections do.
     """
-    passes = 4.0 if recompute is Recompute.full else 3.0
-    costs = [passes * layer_flops(model, layer, context) for layer in range(model.num_layers)]
+    costs: list[float] = []
+    for layer in range(model.num_layers):
+        attention, ffn = recompute.of_layer(model, layer)
+        again = up_projection_flops(model, is_mla(model, layer))
+        costs.append(
+            _passes(attention) * attention_flops(model, layer, context)
+            + (again if attention is Recompute.selective else 0.0)
+            + _passes(ffn) * ffn_flops(model, layer)
+        )
     costs[-1] += 3.0 * head_flops(model)
     if model.mtp.num_layers:
-        costs[-1] += passes * mtp_layer_flops(model, context) + 3.0 * head_flops(model)
+        attention = mtp_attention_flops(model, context)
+        costs[-1] += _passes(recompute.mla) * attention + 3.0 * head_flops(model)
+        costs[-1] += _passes(recompute.moe) * (mtp_layer_flops(model, context) - attention)
+        costs[-1] += up_projection_flops(model, True) if recompute.mla is Recompute.selective else 0.0
     return costs
 
 
-def chunk_costs(model: Model, split: Sequence[int], context: int, recompute: Recompute) -> list[float]:
+def _passes(recompute: Recompute) -> float:
+    return 4.0 if recompute is Recompute.full else 3.0
+
+
+def chunk_costs(model: Model, split: Sequence[int], context: int, recompute: RecomputePlan) -> list[float]:
     """FLOPs of one token in each chunk of ``split``, as ``layer_costs`` counts them."""
     sums = [0.0, *accumulate(layer_costs(model, context, recompute))]
     ends = [0, *accumulate(split)]
     return [sums[stop] - sums[start] for start, stop in pairwise(ends)]
 
 
-def imbalance(model: Model, split: Sequence[int], context: int, recompute: Recompute) -> float:
+def imbalance(model: Model, split: Sequence[int], context: int, recompute: RecomputePlan) -> float:
     """Cost of the most expensive chunk over the mean: the factor by which the others wait for it."""
     costs = chunk_costs(model, split, context, recompute)
     return max(costs) * len(costs) / sum(costs)

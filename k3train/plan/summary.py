@@ -10,6 +10,7 @@ from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table, total_tokens
 from k3train.parallel.layout import Layout, make_layout
 from k3train.plan.counts import count_parameters
+from k3train.plan.recompute import recompute_plan
 from k3train.plan.split import imbalance, resolved_parallel
 
 
@@ -57,7 +58,7 @@ def print_splits(run: Run, console: Console) -> None:
         parallel = resolved_parallel(run, plan.stage)
         if parallel.pipeline_split and len(parallel.pipeline_split) > 1:
             factor = imbalance(
-                run.model, parallel.pipeline_split, plan.stage.context_tokens, parallel.recompute
+                run.model, parallel.pipeline_split, plan.stage.context_tokens, recompute_plan(parallel)
             )
             split = " ".join(str(layers) for layers in parallel.pipeline_split)
             console.print(f"pipeline {plan.name}: {split} layers, imbalance {factor:.3f}", soft_wrap=True)

@@ -83,7 +83,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("parallel.experts-ep", {"model.moe.num_experts": 15, "parallel.ep": 2}, "parallel.ep", "Use 1 or 3"),
     ("parallel.ep-fold", {"parallel.ep": 4}, "parallel.ep", "Use 1 or 2 for ep"),
     ("parallel.world", {"parallel.pp": 3}, "parallel.pp", "start 3 ranks"),
-    ("parallel.heads-cp", {"cluster.ranks_per_node": 8, "parallel.cp": 8}, "parallel.cp", "Use 2 or 4"),
     ("parallel.vp-needs-pp", {"parallel.vp": 2}, "parallel.vp", "parallel.vp=1"),
     ("parallel.layers-pp", {"model.num_layers": 1, "parallel.pp": 2}, "parallel.pp", "at most 1"),
     (

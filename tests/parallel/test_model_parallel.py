@@ -28,7 +28,7 @@ SIX = replace(MODEL, init_std=0.05)
 """Six layers in three blocks, MTP on. Larger weights would let each layer amplify rounding."""
 EIGHT = replace(SIX, num_layers=8, mtp=schema.Mtp())
 """Eight layers in four blocks, without MTP."""
-FULL = schema.Recompute.full
+SELECTIVE, FULL = schema.Recompute.selective, schema.Recompute.full
 GATHER = schema.Dispatcher.allgather
 LAYOUTS = [
     ("dp2", SIX, {"world": 2}),
@@ -42,16 +42,22 @@ LAYOUTS = [
         SIX,
         {"pp": 2, "vp": 2, "pipeline_split": [1, 3, 1, 1], "recompute": FULL},
     ),
-    ("pp2x3", SIX, {"pp": 2, "vp": 3}),
+    (
+        "pp2x3 kda full, rest selective",
+        SIX,
+        {"pp": 2, "vp": 3, "recompute": SELECTIVE, "recompute_kda": FULL},
+    ),
     ("cp4", SIX, {"cp": 4}),
     ("pp4 split 2-1-2-1", SIX, {"pp": 4, "pipeline_split": [2, 1, 2, 1]}),
     ("pp4x2 recompute", EIGHT, {"pp": 4, "vp": 2, "recompute": FULL}),
-    ("tp2 cp2 ep2", SIX, {"tp": 2, "cp": 2, "ep": 2}),
+    ("tp2 cp2 ep2 selective", SIX, {"tp": 2, "cp": 2, "ep": 2, "recompute": SELECTIVE}),
     ("tp2 pp2 etp2", SIX, {"tp": 2, "pp": 2, "etp": 2}),
     ("tp2 ep4 allgather", SIX, {"tp": 2, "ep": 4, "world": 4, "dispatcher": GATHER}),
     ("pp2x2 cp2 ep2", SIX, {"pp": 2, "vp": 2, "cp": 2, "ep": 2}),
     ("tp2 pp2 ep2 dp2", SIX, {"tp": 2, "pp": 2, "ep": 2, "world": 8}),
     ("tp2 cp2 dp2", SIX, {"tp": 2, "cp": 2, "world": 8}),
+    # two heads a tensor-parallel rank: MLA's queries are split as well
+    ("tp2 cp4 ep4", SIX, {"tp": 2, "cp": 4, "ep": 4}),
     ("tp2 pp2x2 cp2 ep2", SIX, {"tp": 2, "pp": 2, "vp": 2, "cp": 2, "ep": 2}),
 ]
 
@@ -88,6 +94,7 @@ def test_layout_trains_as_one_rank(request, model, layout, optim):
     )
     name = request.node.callspec.id
     print(f"| {name} | {max(losses):.1e} | {gradient:.1e} | {norms[0]:.1e} | {max(norms):.1e} | {step:.1e} |")
+    assert got.balance == want.balance
     assert losses[0] < 1e-6
     assert max(losses) < 5e-6
     assert norms[0] < 2e-6
@@ -95,6 +102,13 @@ def test_layout_trains_as_one_rank(request, model, layout, optim):
     assert gradient < 1e-5, which
     assert step < 5e-6
     assert bias < 3 / model.moe.router.bins
+
+
+def test_routers_count_every_valid_token_once():
+    valid = sum(int(micro.valid.sum()) for micro in MICROS)
+    balance = one_rank(6).balance
+    assert len(balance) == 6  # five decoder layers and MTP
+    assert {numbers["tokens"] for numbers in balance.values()} == {valid}
 
 
 def _first_weights(rank: int):

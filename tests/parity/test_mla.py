@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(24, 16, generator=generator), torch.randn(24, 16, generator=generator)
 
 
-def _run(rank: int, degrees: dict[str, int], values: dict[str, Tensor] | None):
+def _run(rank: int, degrees: dict[str, Any], values: dict[str, Tensor] | None):
     """Output and gradients of the layer, this rank's part of each."""
     parallel = schema.Parallel(**degrees)
     layout = make_layout(MODEL, parallel, dist.get_world_size())
@@ -102,11 +103,21 @@ def test_equals_plain_formulas_document_by_document(one_rank):
         torch.testing.assert_close(got[key].double(), want, rtol=2e-5, atol=2e-6, msg=key)
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}], ids=str)
-def test_sharded_equals_one_rank(one_rank, degrees):
+# cp 4 with tp 2 has two parts of one head and two shares of the queries; cp 3 three shares for all heads.
+DEGREES = [{"tp": 2}, {"cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}, {"cp": 3}, {"tp": 2, "cp": 4}]
+SELECTIVE = [{}, {"tp": 2, "cp": 2}, {"cp": 3}]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "selective"),
+    [(each, False) for each in DEGREES] + [(each, True) for each in SELECTIVE],
+    ids=str,
+)
+def test_sharded_equals_one_rank(one_rank, degrees, selective):
     values, want = one_rank
     ranks = degrees.get("tp", 1) * degrees.get("cp", 1)
-    got = _whole(run_ranks(ranks, _run, degrees, values))
+    recompute = schema.Recompute.selective if selective else schema.Recompute.none
+    got = _whole(run_ranks(ranks, _run, {**degrees, "recompute": recompute}, values))
     assert got.keys() == want.keys()
     for key in want:
         torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-6, msg=key)

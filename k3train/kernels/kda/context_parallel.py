@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from k3train.parallel import collectives
@@ -45,13 +46,12 @@ class ContextParallelExchange:
             matrix = offset.new_zeros(lanes, channels, channels)
         maps = torch.cat([matrix, offset], -1)[None]
         ranks = self.group.size()
-        if lanes % ranks == 0:
-            # Each rank scans the maps of all ranks for its share of the heads: what a rank receives does not
-            # grow with the number of ranks.
-            maps = collectives.all_to_all(maps, self.group, split_dim=1, concat_dim=0)
-            states = scan_maps(maps, backward=backward)
-            return collectives.all_to_all(states, self.group, split_dim=0, concat_dim=1)[0]
-        return scan_maps(collectives.all_gather(maps, self.group), backward=backward)[self.group.rank()]
+        # Each rank scans the maps of all ranks for its share of the heads: what a rank receives does not grow
+        # with the number of ranks, but for the empty maps that make the shares equal.
+        maps = F.pad(maps, (0, 0, 0, 0, 0, -lanes % ranks))
+        maps = collectives.all_to_all(maps, self.group, split_dim=1, concat_dim=0)
+        states = scan_maps(maps, backward=backward)
+        return collectives.all_to_all(states, self.group, split_dim=0, concat_dim=1)[0, :lanes]
 
 
 def scan_maps(maps: Tensor, *, backward: bool) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from k3train.kernels import attention as kernel
-from k3train.kernels.attention import attention, attention_reference
+from k3train.kernels.attention import attention, attention_of_ranges, attention_reference
 
 RAGGED = [(0, 40), (0, 1, 2, 3, 9, 40), (0, 17, 18, 40), tuple(range(41))]
 
@@ -43,6 +43,42 @@ def test_runs_tile_the_buffer_and_keep_long_documents_whole():
 
 def test_thousands_of_tiny_documents_take_few_calls():
     assert len(kernel.document_runs(tuple(range(0, 8193, 2)), kernel.SHORT_TOKENS)) == 16
+
+
+RANGES = [((0, 40),), ((0, 3), (9, 17)), ((5, 6), (17, 20), (39, 40)), ((1, 40),)]
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("borders", RAGGED)
+@pytest.mark.parametrize("ranges", RANGES)
+def test_ranges_are_rows_of_the_whole(borders, ranges, selective):
+    q, k, v = _inputs(40, 6, 4)
+    rows = torch.cat([torch.arange(*each) for each in ranges])
+
+    def of_ranges(q, k, v, borders, scale):
+        return attention_of_ranges(q[rows], k, v, borders, ranges, scale, selective=selective)
+
+    def cut(*given):
+        return attention_reference(*given)[rows]
+
+    got, want = _gradients(of_ranges, (q, k, v), borders), _gradients(cut, (q, k, v), borders)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranges", [((0, 700), (1400, 2048)), ((5, 6), (1024, 1600))])
+def test_ranges_on_the_gpu(ranges):
+    borders = (0, 2, 130, 1500, 2048)
+    qkv = [x.detach().cuda().bfloat16().requires_grad_() for x in _inputs(2048, 192, 128, torch.float32, 4)]
+    rows = torch.cat([torch.arange(*each) for each in ranges]).cuda()
+    want = attention_reference(*(x.float() for x in qkv), borders, 192**-0.5)[rows]
+    direction = torch.randn_like(want)
+    want = (want, *torch.autograd.grad(want, qkv, direction))
+    got = attention_of_ranges(qkv[0][rows], *qkv[1:], borders, ranges, 192**-0.5, selective=True)
+    got = (got, *torch.autograd.grad(got, qkv, direction.bfloat16()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.gpu

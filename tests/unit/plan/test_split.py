@@ -9,11 +9,13 @@ import pytest
 
 from k3train.config.compose import compose
 from k3train.config.merge import even_split
-from k3train.config.schema import Model, Mtp, Recompute
+from k3train.config.schema import Model, Mtp, Parallel, Recompute
 from k3train.plan.counts import train_flops_per_token
+from k3train.plan.recompute import RecomputePlan, recompute_plan
 from k3train.plan.split import chunk_costs, cost_split, imbalance, layer_costs, resolved_parallel
 
-NONE, FULL = Recompute.none, Recompute.full
+NONE = recompute_plan(Parallel())
+FULL = recompute_plan(Parallel(recompute=Recompute.full))
 
 
 @pytest.mark.parametrize("mtp", [0, 1])
@@ -34,7 +36,9 @@ def every_split(layers: int, chunks: int):
 @pytest.mark.parametrize("context", [64, 8192, 1_048_576])
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 @pytest.mark.parametrize("recompute", [NONE, FULL])
-def test_no_other_split_has_a_cheaper_worst_chunk(context: int, chunks: int, recompute: Recompute) -> None:
+def test_no_other_split_has_a_cheaper_worst_chunk(
+    context: int, chunks: int, recompute: RecomputePlan
+) -> None:
     for model in (Model(num_layers=9, vocab_size=65_536), Model(num_layers=9, dense_ffn_size=4096)):
         best = cost_split(model, chunks, context, recompute)
         assert sum(best) == 9
@@ -65,12 +69,31 @@ def k3_imbalances(mtp: int) -> list[float]:
         parallel = resolved_parallel(run, stage)
         assert parallel.pipeline_split is not None
         factors = [
-            imbalance(run.model, split, stage.context_tokens, parallel.recompute)
+            imbalance(run.model, split, stage.context_tokens, recompute_plan(parallel))
             for split in (parallel.pipeline_split, even_split(93, 24))
         ]
         assert factors[0] <= factors[1]
         found.append(factors[0])
     return found
+
+
+def test_kimi_k3_comes_to_its_24_units() -> None:
+    """23 groups of three KDA layers and one MLA, then the last MLA layer with the head."""
+    model = compose(["experiment=k3"]).model
+    assert cost_split(model, 24, 8192, FULL) == (4,) * 23 + (1,)
+    assert cost_split(model, 24, 8192, NONE) == (4,) * 23 + (1,)
+
+
+def test_each_kind_of_sublayer_is_weighed_by_its_own_recomputation() -> None:
+    model = Model(num_layers=4, mla_layers=[3], mtp=Mtp(num_layers=1))
+    plain = layer_costs(model, 64, NONE)
+    for kind, layers in {"kda": [0, 1, 2], "mla": [3], "dense": [0], "moe": [1, 2, 3]}.items():
+        full, selective = (
+            layer_costs(model, 64, RecomputePlan(**{kind: each}))
+            for each in (Recompute.full, Recompute.selective)
+        )
+        assert [layer for layer in range(4) if full[layer] > plain[layer]] == layers
+        assert all(a <= b < c or b == c == a for a, b, c in zip(plain, selective, full, strict=True))
 
 
 def test_kimi_k3_is_balanced_at_every_context() -> None:

@@ -1,0 +1,35 @@
+"""What the backward pass computes again, by kind of sublayer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k3train.config.schema import Model, Parallel, Recompute
+from k3train.plan.counts import is_mla
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputePlan:
+    """One policy for each kind of sublayer."""
+
+    kda: Recompute = Recompute.none
+    mla: Recompute = Recompute.none
+    """The MTP layer's attention too."""
+    moe: Recompute = Recompute.none
+    """The MTP layer's experts too."""
+    dense: Recompute = Recompute.none
+
+    def of_layer(self, model: Model, layer: int) -> tuple[Recompute, Recompute]:
+        """Policies of attention and feed-forward of decoder layer ``layer`` (from 0)."""
+        attention = self.mla if is_mla(model, layer) else self.kda
+        return attention, self.dense if layer < model.num_dense_layers else self.moe
+
+
+def recompute_plan(parallel: Parallel) -> RecomputePlan:
+    """Each kind's own policy, or the one for all kinds."""
+    return RecomputePlan(
+        kda=parallel.recompute_kda or parallel.recompute,
+        mla=parallel.recompute_mla or parallel.recompute,
+        moe=parallel.recompute_moe or parallel.recompute,
+        dense=parallel.recompute_dense or parallel.recompute,
+    )
