@@ -19,7 +19,7 @@ from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress
 from k3train.train.report import Report
-from k3train.train.resume import check_text, go_on
+from k3train.train.resume import check_settings, check_text
 from k3train.train.saving import Saver, checkpoints
 from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
@@ -105,29 +105,14 @@ def train_stage(
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
         with report.meter.pause():
             if ended or _due(progress.step, run.curriculum.eval_every_steps):
-                stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
-            if ended or stopping or _due(progress.step, run.checkpoint.every_steps):
-                with stop.pause():
-                    if ended or stopping:
-                        path = saver.save_now(setup, progress, milestone=ended)
-                    else:
-                        path = saver.save(setup, progress)
+                report.evaluation(setup, progress, evaluate(setup, eval_contexts(setup)))
+            if ended or result.stop:
+                path = saver.save_now(setup, progress, milestone=ended)
                 if ended:
                     report.stage_ended(setup, progress)
-                # Asked to stop while saving: what was just saved is enough.
-                stopping = stopping or (path is not None and any_wants_stop(stop, setup.device))
-                if ended or stopping:
-                    return path, Ended.asked if stopping else Ended.through
-
-
-def measure(
-    setup: StageSetup, progress: Progress, report: Report, stop: StopRequest, contexts: list[int]
-) -> bool:
-    """Evaluate and report; whether the run was asked to stop meanwhile. Every rank must call this."""
-    with stop.pause():
-        losses, stopping = evaluate(setup, contexts, stop)
-    report.evaluation(setup, progress, losses, complete=not stopping)
-    return stopping
+                return path, Ended.asked if result.stop else Ended.through
+            if _due(progress.step, run.checkpoint.every_steps):
+                saver.save(setup, progress)
 
 
 def find_progress(run: Run) -> tuple[Path | None, Progress]:
@@ -164,7 +149,7 @@ def restore(setup: StageSetup, progress: Progress, latest: Path | None) -> None:
     elif start_from is not None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
         setup.optimizer.reload_model_params()
-    check_text(setup, progress, state)
+    check_text(setup, state)
 
 
 def _due(step: int, every: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import signal
 import time
@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
-from k3train.config.schema import Run
+from k3train.checkpoint.trust import owned_by_us
 
 EXIT_DONE = 0
 EXIT_UNEXPECTED = 1
@@ -35,6 +32,8 @@ END_TIME = "K3TRAIN_END_TIME"
 """Environment variable: the second since 1970 at which ranks must have ended, however often they start."""
 _SLURM_END_TIME = "SLURM_JOB_END_TIME"
 
+logger = logging.getLogger(__name__)
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -55,12 +54,8 @@ class StopRequest:
         """Watch for signals, for ``run_dir/STOP``, and for a time limit ``seconds_left`` from now (None:
         no limit), before which ``margin_seconds`` and the time of a step and a save are kept free."""
         self.reason: str | None = None
-        self._file = run_dir / STOP_FILE
-        self._clock = clock
-        self._deadline = None if seconds_left is None else clock() + seconds_left
-        self._margin = margin_seconds
-        self._longest = {"step": 0.0, "pause": 0.0}
-        self._last_poll: float | None = None
+        self._file, self._warned = run_dir / STOP_FILE, False
+        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         # Ranks have sessions of their own: nothing else tells them that torch's agent was killed.
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -73,10 +68,7 @@ class StopRequest:
 
     def poll(self) -> bool:
         """Whether this rank wants to stop now; cheap enough for every step and every evaluation batch."""
-        now = self._clock()
-        self._end_step(now)
-        self._last_poll = now
-        if self.reason is None and _is_first_rank() and _is_trusted(self._file):
+        if self.reason is None and self._may_ask():
             self.reason = f"{self._file} exists"
         if (
             self.reason is None
@@ -88,26 +80,16 @@ class StopRequest:
             self.reason = "the process that started the ranks is gone"
         return self.reason is not None
 
-    def needed_seconds(self) -> float:
-        """Time that must be left before the limit to go on: a stop is carried out after the step that follows
-        it, and with a save; both take as long as the longest so far."""
-        return self._margin + 2 * self._longest["step"] + self._longest["pause"]
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time within it goes to loading, saving or evaluating, not to a step; the longest is remembered."""
-        before = self._clock()
-        self._end_step(before)
+    def _may_ask(self) -> bool:
+        """Whether the stop file is there and this user's or root's."""
         try:
-            yield
-        finally:
-            self._longest["pause"] = max(self._longest["pause"], self._clock() - before)
-            self._last_poll = None
-
-    def _end_step(self, now: float) -> None:
-        if self._last_poll is not None:
-            self._longest["step"] = max(self._longest["step"], now - self._last_poll)
-        self._last_poll = None
+            ours = owned_by_us(self._file)
+        except OSError:
+            return False
+        if not ours and not self._warned:
+            self._warned = True
+            logger.warning("%s is another user's file and is not obeyed", self._file)
+        return ours
 
     def clear_file(self) -> None:
         """Remove the stop file, once the stop is carried out or a new run begins (rank 0 only)."""

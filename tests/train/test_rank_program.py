@@ -47,3 +47,20 @@ def test_rank_that_was_started_by_hand_outlives_its_shell(
         assert not stop.poll()
     finally:
         stop.restore()
+
+
+def test_a_stop_file_is_obeyed_when_it_is_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stop = StopRequest(tmp_path)
+    try:
+        assert not stop.poll()
+        (tmp_path / STOP_FILE).touch()
+        if os.geteuid() == 0:  # only root can give files away
+            os.chown(tmp_path / STOP_FILE, 65534, -1)
+            assert not stop.poll()
+            assert not stop.poll()
+            assert caplog.text.count("is another user's file and is not obeyed") == 1
+            os.chown(tmp_path / STOP_FILE, 0, -1)
+        assert stop.poll()
+        assert stop.reason == f"{tmp_path / STOP_FILE} exists"
+    finally:
+        stop.restore()
