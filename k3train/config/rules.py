@@ -377,6 +377,19 @@ def _micro_batches(
         )
 
 
+def _hang_limits(run: Run) -> Problems:
+    floor, ceiling = run.guards.hang_floor_seconds, run.guards.hang_ceiling_seconds
+    if 0 < ceiling < floor:
+        yield ConfigProblem(
+            "guards.hang_ceiling_seconds",
+            ceiling,
+            f"must not be less than guards.hang_floor_seconds = {floor}",
+            f"Use {floor} or more, or 0 to watch nothing",
+            "guards.hang-limits",
+            ("guards.hang_floor_seconds",),
+        )
+
+
 def _key_of(name: str, stage: Stage) -> Callable[[str], str]:
     def key_of(field: str) -> str:
         own = getattr(stage.parallel, field) is not None
@@ -400,5 +413,5 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _mixes,
     _layouts,
     _stage_sizes,
-    _overrides,
+    _hang_limits,
 )

@@ -43,6 +43,10 @@ class StepRecord:
     """Expected time to the end of the stage; None before a speed is known."""
     eta_run_seconds: float | None = None
     """Expected time to the end of the run at the present speed."""
+    slowest_rank: int | None = None
+    """The rank with the most time of its own, in steps that measure it."""
+    slowest_ratio: float | None = None
+    """Its own time over that of its peers."""
     skipped: bool = False
     """The step was bad, or left out for an earlier one: parameters were left alone."""
     skipped_steps: int = 0

@@ -16,6 +16,7 @@ from k3train.data.batch import MicroBatch
 from k3train.train.guards import Action, Finding, judge
 from k3train.train.left_out import LeftOut, write_left_out
 from k3train.train.progress import Progress
+from k3train.train.replicas import Damage, changed_at_rest, fingerprint, odd_replicas
 from k3train.train.rerun import Diagnosis, compute_again, gather_evidence
 from k3train.train.setup import StageSetup
 from k3train.train.signals import EXIT_BAD_STEP, EXIT_HARDWARE, EXIT_UNEXPECTED
@@ -31,7 +32,7 @@ class Verdict:
     step: int
     """Its number, from 1 over the run."""
     kind: str
-    """nonfinite, spike or replay."""
+    """nonfinite, spike, replay, damage (state changed at rest) or replicas (they differ)."""
     action: Action
     message: str
     """What was found, as one sentence without a full stop."""
@@ -39,10 +40,14 @@ class Verdict:
     """File with all that is known about the step, its documents among them."""
     diagnosis: Diagnosis | None
     """What computing it again has shown; None when that was not asked for."""
+    suspects: list[int]
+    """Ranks whose hardware is suspected."""
 
     @property
     def exit_code(self) -> int:
         """Of a run that ends for it."""
+        if self.kind in ("damage", "replicas"):
+            return EXIT_HARDWARE
         if self.diagnosis is None:
             return EXIT_UNEXPECTED
         return EXIT_HARDWARE if self.diagnosis.hardware else EXIT_BAD_STEP
@@ -53,8 +58,7 @@ class TrainingError(Stopped):
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(
-            f"{verdict.message}. Nothing was updated and the last checkpoint is good; {verdict.record} lists "
-            "the documents of the step"
+            f"{verdict.message}. The run can go on from its last checkpoint; {verdict.record} tells more"
         )
         self.exit_code = verdict.exit_code
 
@@ -67,10 +71,13 @@ def examine(
     ``sums`` is this rank's own part, ``loss`` and ``norm`` are the whole step's. Steps to leave out are
     written to the run's folder before this returns.
     """
+    damaged = _examine_rest(setup, progress)
+    if damaged is not None:
+        return damaged
     settings, state = setup.run.guards, progress.guards
     state.enter_stage(setup.plan.name)
     finding = judge(settings, state, loss, norm)
-    replay = settings.replay_every_steps > 0 and (progress.step + 1) % settings.replay_every_steps == 0
+    replay = _due(progress.step + 1, settings.replay_every_steps)
     diagnosis = None
     if replay or (finding is not None and finding.action is not Action.update and settings.rerun):
         evidence = gather_evidence(setup, sums)
@@ -85,15 +92,43 @@ def examine(
     what = "this step repeats differently" if finding.kind == "replay" else str(finding)
     told = f"{what} in step {progress.step + 1} of stage {setup.plan.name}"
     message = "; ".join(part for part in (told, diagnosis and str(diagnosis), limit) if part)
-    record = _record(setup, progress, finding, diagnosis, message, loss, norm)
-    return Verdict(
-        step=progress.step + 1,
-        kind=finding.kind,
-        action=finding.action,
-        message=message,
-        record=record,
-        diagnosis=diagnosis,
+    details = {
+        "loss": str(loss),  # JSON has no NaN
+        "grad_norm": str(norm),
+        "usual": finding.usual,
+        "score": finding.score,
+        "computed_again": diagnosis and diagnosis.to_json(),
+    }
+    return _verdict(setup, progress, finding.kind, finding.action, message, details, diagnosis)
+
+
+def examine_state(setup: StageSetup, progress: Progress) -> Verdict | None:
+    """Compare the replicas of what the optimizer has just written, in the steps that are due; None when all
+    agree. What is compared now is compared once more before the next step. Every rank must call this."""
+    setup.resting = None
+    if not _due(progress.step + 1, setup.run.guards.digest_every_steps):
+        return None
+    setup.resting = fingerprint(setup)
+    damage = odd_replicas(setup, setup.resting)
+    return damage and _damaged(setup, progress, "replicas", damage, "replicas differ after")
+
+
+def _examine_rest(setup: StageSetup, progress: Progress) -> Verdict | None:
+    if setup.resting is None:
+        return None
+    damage = changed_at_rest(setup.resting, fingerprint(setup))
+    return damage and _damaged(
+        setup, progress, "damage", damage, "the state changed, which nothing may do, in"
     )
+
+
+def _damaged(setup: StageSetup, progress: Progress, kind: str, damage: Damage, what: str) -> Verdict:
+    message = f"{what} step {progress.step + 1} of stage {setup.plan.name} on {damage}; suspect the hardware"
+    return _verdict(setup, progress, kind, Action.stop, message, asdict(damage), suspects=damage.ranks)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _limited(setup: StageSetup, progress: Progress, finding: Finding) -> tuple[Finding, str | None]:
@@ -121,38 +156,45 @@ def _leave_out(setup: StageSetup, progress: Progress, finding: Finding) -> None:
     write_left_out(Path(setup.run.dir), progress.guards.left_out)
 
 
-def _record(
+def _verdict(
     setup: StageSetup,
     progress: Progress,
-    finding: Finding,
-    diagnosis: Diagnosis | None,
+    kind: str,
+    action: Action,
     message: str,
-    loss: float,
-    norm: float,
-) -> Path:
-    """Write all that is known about the step; its sequences are those of all ranks together."""
+    details: dict[str, Any],
+    diagnosis: Diagnosis | None = None,
+    suspects: list[int] | None = None,
+) -> Verdict:
+    """The verdict on the step in progress, once its record is written. Every rank must call this.
+
+    The record lists the documents of every sequence of the step, those of all ranks together.
+    """
     step = progress.step + 1
     path = Path(setup.run.dir) / RECORDS / f"step_{step:08d}.json"
 
     def write() -> None:
         sequences = setup.data.documents(progress.step - setup.plan.start_step)
-        content: dict[str, Any] = {
+        content = {
             "step": step,
             "stage": setup.plan.name,
             "tokens": progress.tokens,
+            "kind": kind,
+            "action": action.value,
             "found": message,
-            "kind": finding.kind,
-            "action": finding.action.value,
-            # JSON has no NaN.
-            "loss": str(loss),
-            "grad_norm": str(norm),
-            "usual": finding.usual,
-            "score": finding.score,
-            "computed_again": diagnosis and diagnosis.to_json(),
+            **details,
             "sequences": [[asdict(piece) for piece in sequence] for sequence in sequences],
         }
         path.parent.mkdir(exist_ok=True)
         write_durably(path, json.dumps(content, indent=1).encode())
 
     on_first_rank(write)
-    return path
+    return Verdict(
+        step=step,
+        kind=kind,
+        action=action,
+        message=message,
+        record=path,
+        diagnosis=diagnosis,
+        suspects=suspects if suspects is not None else diagnosis.suspects if diagnosis else [],
+    )

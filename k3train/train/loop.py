@@ -24,6 +24,8 @@ from k3train.train.saving import Saver, checkpoints
 from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
 from k3train.train.step import rehearse, train_step
+from k3train.train.stragglers import Pace
+from k3train.train.watchdog import Watchdog
 
 
 def train(run: Run, device: torch.device) -> int:
@@ -39,9 +41,11 @@ def train(run: Run, device: torch.device) -> int:
     latest, progress = find_progress(run)
     report = Report(run, table)
     saver = Saver(run, report)
+    watch = Watchdog(run, report.hung)
     try:
         report.run_started(run, progress, latest)
         while progress.tokens < total_tokens(table):
+            watch.enter("setup", progress.step)
             plan = stage_at(table, progress.tokens)
             setup = build_stage(run, table, plan, progress, device)
             point("setup.built")
@@ -51,9 +55,10 @@ def train(run: Run, device: torch.device) -> int:
             rehearse(setup, progress)
             report.stage_started(setup, progress, latest)
             if progress.step == 0:  # where the first stage's held-out loss falls from
-                measure(setup, progress, report, stop, [plan.stage.context_tokens])
+                watch.enter("evaluation", 0)
+                report.evaluation(setup, progress, evaluate(setup, [plan.stage.context_tokens]))
                 report.meter.start()
-            latest, ended = train_stage(setup, progress, report, saver, stop)
+            latest, ended = train_stage(setup, progress, report, saver, stop, watch)
             close_stage(setup)
             if ended is Ended.sent_back:
                 latest, progress = find_progress(run)
@@ -63,6 +68,7 @@ def train(run: Run, device: torch.device) -> int:
                 return EXIT_STOPPED
         report.finished(progress)
     finally:
+        watch.close()
         saver.close()
         report.close()
         stop.restore()
@@ -81,18 +87,22 @@ class Ended(Enum):
 
 
 def train_stage(
-    setup: StageSetup, progress: Progress, report: Report, saver: Saver, stop: StopRequest
+    setup: StageSetup, progress: Progress, report: Report, saver: Saver, stop: StopRequest, watch: Watchdog
 ) -> tuple[Path | None, Ended]:
     """Train until the stage has ended, one way or another; returns the checkpoint that was then saved.
 
     Raises TrainingError when a step is too bad to go on. Every rank must call this.
     """
     run, plan = setup.run, setup.plan
+    pace = Pace(every_steps=run.guards.straggler_every_steps, ratio=run.guards.straggler_ratio)
     while True:
+        watch.enter("step", progress.step + 1)
+        pace.begin(progress.step + 1, setup.device)
         point("data.next")
         with report.meter.data_wait():
             batches = next(setup.batches)
         result = train_step(setup, progress, batches, wants_stop=stop.poll())
+        result.slowest = pace.end(setup)
         report.step(setup, progress, result)
         saver.poll()
         match result.verdict:
@@ -105,13 +115,16 @@ def train_stage(
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
         with report.meter.pause():
             if ended or _due(progress.step, run.curriculum.eval_every_steps):
+                watch.enter("evaluation", progress.step)
                 report.evaluation(setup, progress, evaluate(setup, eval_contexts(setup)))
             if ended or result.stop:
+                watch.enter("save", progress.step)
                 path = saver.save_now(setup, progress, milestone=ended)
                 if ended:
                     report.stage_ended(setup, progress)
                 return path, Ended.asked if result.stop else Ended.through
             if _due(progress.step, run.checkpoint.every_steps):
+                watch.enter("save", progress.step)
                 saver.save(setup, progress)
 
 

@@ -73,6 +73,10 @@ class Report:
             self._found(progress, result.verdict)
         if result.action in (Action.stop, Action.rollback):
             return
+        slowest = result.slowest
+        if slowest is not None and slowest.named:
+            told = f"{slowest.ratio:.1f} times its peers' {slowest.seconds / slowest.ratio:.2f} s"
+            self._event("straggler", progress, rank=slowest.rank, own_seconds=slowest.seconds, found=told)
         timing = self.meter.finish_step(setup.plan.stage.batch_tokens)
         balance = result.balance
         self._monitor.write(
@@ -93,6 +97,8 @@ class Report:
                 max_logit=result.max_logit,
                 memory_gib=_memory_gib(setup.device),
                 eta_stage_seconds=self.meter.eta_seconds(setup.plan.end_tokens - progress.tokens),
+                slowest_rank=slowest.rank if slowest else None,
+                slowest_ratio=slowest.ratio if slowest else None,
                 skipped=result.action is Action.skip,
                 skipped_steps=progress.guards.skipped,
                 eta_run_seconds=self.meter.eta_seconds(self._total_tokens - progress.tokens),
@@ -107,7 +113,7 @@ class Report:
             action="warn" if verdict.action is Action.update else verdict.action.value,
             found=verdict.message,
             record=str(verdict.record),
-            suspects=verdict.diagnosis.suspects if verdict.diagnosis else None,
+            suspects=verdict.suspects,
         )
 
     def evaluation(
@@ -155,6 +161,10 @@ class Report:
     def finished(self, progress: Progress) -> None:
         """The run has used up all its tokens."""
         self._event("finished", progress)
+
+    def hung(self, sentence: str, step: int, folder: Path) -> None:
+        """The run is about to be ended because a rank hangs. Called by the one rank that speaks for all."""
+        self._monitor.event("hung", step=step, tokens=0, found=sentence, stacks=str(folder))
 
     def close(self) -> None:
         """Write what is buffered."""

@@ -23,7 +23,7 @@ from k3train.faults import point
 from k3train.model.build import build_model
 from k3train.model.config import K3Config, make_config
 from k3train.model.payload import schedule_config
-from k3train.optim.build import build_optimizer
+from k3train.optim.build import build_optimizer, members
 from k3train.parallel.groups import Groups, start_groups, stop_groups
 from k3train.parallel.layout import make_layout
 from k3train.plan.split import resolved_parallel
@@ -48,6 +48,8 @@ class StageSetup:
     data: StageData
     batches: Prefetch[list[MicroBatch]]
     """This rank's micro-batches, step after step."""
+    resting: Any = None
+    """Fingerprint of this rank's state at the end of the last step, when the next one compares it."""
 
 
 def build_stage(
@@ -96,6 +98,20 @@ def gradients(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():
             yield name, parameter.main_grad
+
+
+def weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter of this rank, by name."""
+    for chunk in chunks:
+        yield from chunk.module.named_parameters()
+
+
+def moments(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's fp32 master slices (``master``) and AdamW's moments of them, flat."""
+    for member in members(optimizer):
+        for master, state in member.optimizer.state.items():
+            yield "master", master
+            yield from ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
 
 
 def _wrap(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from k3train.data.batch import MicroBatch
 from k3train.faults import point
@@ -18,16 +15,16 @@ from k3train.optim.build import (
     apply_gradients,
     gradient_norm,
     largest_logit,
-    members,
     set_learning_rate,
 )
 from k3train.optim.schedule import learning_rate
 from k3train.router.update import update_biases
-from k3train.train.examine import Verdict, examine
+from k3train.train.examine import Verdict, examine, examine_state
 from k3train.train.guards import Action
 from k3train.train.progress import Progress
 from k3train.train.schedule import agree, run_micro_batches, zero_gradients
-from k3train.train.setup import StageSetup, gradients
+from k3train.train.setup import StageSetup, gradients, moments, weights
+from k3train.train.stragglers import Slowest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +53,11 @@ class StepResult:
     stop: bool
     """Whether any rank was asked to stop."""
     verdict: Verdict | None
-    """What was found wrong with the step."""
+    """What was found wrong with the step, or with the state after it."""
     max_logit: float | None = None
     """Largest attention logit of MLA, before QK-Clip; None without QK-Clip or without an update."""
+    slowest: Slowest | None = None
+    """The slowest rank, in steps that measure it."""
     left_out: str | None = None
     """Why an earlier judgement leaves the step out."""
 
@@ -105,6 +104,8 @@ def train_step(
         apply_gradients(setup.optimizer, seen.grad_norm)
         result.balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
         result.max_logit = worst_logit(setup)
+        verdict = examine_state(setup, progress)
+        result.verdict = verdict or result.verdict
         progress.guards.updated(seen.loss, seen.grad_norm, setup.run.guards.spike_window_steps)
     else:
         update_biases(setup.chunks, setup.groups.tokens, discard=True)
@@ -135,20 +136,6 @@ def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool
         verdict=None,
         left_out=why,
     )
-
-
-def weights(chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of this rank, by name."""
-    for chunk in chunks:
-        yield from chunk.module.named_parameters()
-
-
-def moments(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """This rank's fp32 master slices (``master``) and AdamW's moments of them, flat."""
-    for member in members(optimizer):
-        for master, state in member.optimizer.state.items():
-            yield "master", master
-            yield from ((key, value) for key, value in state.items() if isinstance(value, Tensor))
 
 
 def worst_logit(setup: StageSetup) -> float | None:

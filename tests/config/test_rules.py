@@ -56,6 +56,12 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         f"{AT}.learning_rate.warmup_tokens",
         "at most 8192",
     ),
+    (
+        "guards.hang-limits",
+        {"guards.hang_ceiling_seconds": 60},
+        "guards.hang_ceiling_seconds",
+        "120 or more",
+    ),
     ("data.no-sources", {"data.sources": {}}, "data.sources", "data=tiny"),
     ("data.path", {"data.sources.code.path": ""}, "data.sources.code.path", "corpus folder"),
     ("data.path", {"data.heldout": {"a": " "}}, "data.heldout.a", "corpus folder"),
@@ -160,7 +166,7 @@ def test_rule_fires_once(id: str, changes: dict[str, Any], key: str, fix: str) -
 def test_every_rule_is_tested() -> None:
     folder = Path(rules_module.__file__).parent
     text = "".join((folder / name).read_text() for name in ("rules.py", "layout_rules.py"))
-    written = set(re.findall(r'"((?:run|model|optim|data|curriculum|stage|parallel)\.[a-z-]+)"', text))
+    written = set(re.findall(r'"((?:run|model|optim|data|curriculum|stage|parallel|guards)\.[a-z-]+)"', text))
     written |= {f"parallel.{name}" for name in re.findall(r'\("([a-z-]+-e?tp)"', text)}
     keys = {key for key in written if follow(key) is not None}
     assert written - keys == {row[0] for row in BROKEN} - keys

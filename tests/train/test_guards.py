@@ -64,7 +64,7 @@ def _state(setup) -> list[int]:
     """Digests of everything that training changes on this rank, except its position."""
     from k3train.optim.build import optimizer_steps
     from k3train.train.digest import digests
-    from k3train.train.step import moments, weights
+    from k3train.train.setup import moments, weights
 
     buffers = [buffer for chunk in setup.chunks for buffer in chunk.module.buffers()]
     named = [*weights(setup.chunks), *moments(setup.optimizer)]
