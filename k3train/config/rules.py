@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import cast
 
 from k3train.config.build import to_plain
-from k3train.config.keys import closest_word
+from k3train.config.keys import closest_word, follow, suggest_key
 from k3train.config.layout_rules import layout_problems
 from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
@@ -414,4 +414,5 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _layouts,
     _stage_sizes,
     _hang_limits,
+    _overrides,
 )

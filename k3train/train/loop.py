@@ -19,7 +19,7 @@ from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress
 from k3train.train.report import Report
-from k3train.train.resume import check_settings, check_text
+from k3train.train.resume import check_text, go_on
 from k3train.train.saving import Saver, checkpoints
 from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
@@ -56,7 +56,7 @@ def train(run: Run, device: torch.device) -> int:
             report.stage_started(setup, progress, latest)
             if progress.step == 0:  # where the first stage's held-out loss falls from
                 watch.enter("evaluation", 0)
-                report.evaluation(setup, progress, evaluate(setup, [plan.stage.context_tokens]))
+                measure(setup, progress, report, stop, [plan.stage.context_tokens])
                 report.meter.start()
             latest, ended = train_stage(setup, progress, report, saver, stop, watch)
             close_stage(setup)
@@ -116,16 +116,28 @@ def train_stage(
         with report.meter.pause():
             if ended or _due(progress.step, run.curriculum.eval_every_steps):
                 watch.enter("evaluation", progress.step)
-                report.evaluation(setup, progress, evaluate(setup, eval_contexts(setup)))
-            if ended or result.stop:
+                stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
+            if ended or stopping or _due(progress.step, run.checkpoint.every_steps):
                 watch.enter("save", progress.step)
-                path = saver.save_now(setup, progress, milestone=ended)
+                with stop.pause():
+                    how = saver.save_now if ended or stopping else saver.save
+                    path = how(setup, progress, milestone=ended)
                 if ended:
                     report.stage_ended(setup, progress)
-                return path, Ended.asked if result.stop else Ended.through
-            if _due(progress.step, run.checkpoint.every_steps):
-                watch.enter("save", progress.step)
-                saver.save(setup, progress)
+                # Asked to stop while saving: what was just saved is enough.
+                stopping = stopping or (path is not None and any_wants_stop(stop, setup.device))
+                if ended or stopping:
+                    return path, Ended.asked if stopping else Ended.through
+
+
+def measure(
+    setup: StageSetup, progress: Progress, report: Report, stop: StopRequest, contexts: list[int]
+) -> bool:
+    """Evaluate and report; whether the run was asked to stop meanwhile. Every rank must call this."""
+    with stop.pause():
+        losses, stopping = evaluate(setup, contexts, stop)
+    report.evaluation(setup, progress, losses, complete=not stopping)
+    return stopping
 
 
 def find_progress(run: Run) -> tuple[Path | None, Progress]:
@@ -162,7 +174,7 @@ def restore(setup: StageSetup, progress: Progress, latest: Path | None) -> None:
     elif start_from is not None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
         setup.optimizer.reload_model_params()
-    check_text(setup, state)
+    check_text(setup, progress, state)
 
 
 def _due(step: int, every: int) -> bool:

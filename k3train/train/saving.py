@@ -35,22 +35,26 @@ class Saver:
         self._pending_of: Progress | None = None
         self._failures = 0
 
-    def save(self, setup: StageSetup, progress: Progress) -> None:
-        """Save this moment, beside training when ``checkpoint.asynchronous``."""
+    def save(self, setup: StageSetup, progress: Progress, *, milestone: bool) -> Path | None:
+        """Save this moment, beside training when ``checkpoint.asynchronous``; returns the checkpoint, or None
+        while it is pending, left out or failed."""
         if self._pending and self._run.checkpoint.when_busy is WhenBusy.skip:
             self.poll()
         if self._pending and self._run.checkpoint.when_busy is WhenBusy.skip:
             self._report.save_skipped(progress)
-            return
+            return None
         self.finish()
+        arguments = self._arguments(setup, progress, milestone=milestone)
         try:
             if self._run.checkpoint.asynchronous:
-                self._pending = begin_save(**self._arguments(setup, progress, milestone=False))
-                self._pending_of = copy(progress)
-            else:
-                self._saved(progress, save_checkpoint(**self._arguments(setup, progress, milestone=False)))
+                self._pending, self._pending_of = begin_save(**arguments), copy(progress)
+                return None
+            path = save_checkpoint(**arguments)
         except CheckpointNotWritten as error:
             self._failed(progress, error)
+            return None
+        self._saved(progress, path)
+        return path
 
     def save_now(self, setup: StageSetup, progress: Progress, *, milestone: bool) -> Path:
         """Save this moment and return its checkpoint: training cannot go on without it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -10,7 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch
+import torch.distributed as dist
+
 from k3train.checkpoint.trust import owned_by_us
+from k3train.config.schema import Run
 
 EXIT_DONE = 0
 EXIT_UNEXPECTED = 1
@@ -55,7 +60,11 @@ class StopRequest:
         no limit), before which ``margin_seconds`` and the time of a step and a save are kept free."""
         self.reason: str | None = None
         self._file, self._warned = run_dir / STOP_FILE, False
-        self._deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
+        self._clock = clock
+        self._deadline = None if seconds_left is None else clock() + seconds_left
+        self._margin = margin_seconds
+        self._longest = {"step": 0.0, "pause": 0.0}
+        self._last_poll: float | None = None
         # Ranks have sessions of their own: nothing else tells them that torch's agent was killed.
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -68,7 +77,10 @@ class StopRequest:
 
     def poll(self) -> bool:
         """Whether this rank wants to stop now; cheap enough for every step and every evaluation batch."""
-        if self.reason is None and self._may_ask():
+        now = self._clock()
+        self._end_step(now)
+        self._last_poll = now
+        if self.reason is None and _is_first_rank() and self._may_ask():
             self.reason = f"{self._file} exists"
         if (
             self.reason is None
@@ -90,6 +102,27 @@ class StopRequest:
             self._warned = True
             logger.warning("%s is another user's file and is not obeyed", self._file)
         return ours
+
+    def needed_seconds(self) -> float:
+        """Time that must be left before the limit to go on: a stop is carried out after the step that follows
+        it, and with a save; both take as long as the longest so far."""
+        return self._margin + 2 * self._longest["step"] + self._longest["pause"]
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time within it goes to loading, saving or evaluating, not to a step; the longest is remembered."""
+        before = self._clock()
+        self._end_step(before)
+        try:
+            yield
+        finally:
+            self._longest["pause"] = max(self._longest["pause"], self._clock() - before)
+            self._last_poll = None
+
+    def _end_step(self, now: float) -> None:
+        if self._last_poll is not None:
+            self._longest["step"] = max(self._longest["step"], now - self._last_poll)
+        self._last_poll = None
 
     def clear_file(self) -> None:
         """Remove the stop file, once the stop is carried out or a new run begins (rank 0 only)."""
@@ -124,12 +157,3 @@ def seconds_left(run: Run) -> float | None:
 
 def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _is_trusted(file: Path) -> bool:
-    """Whether the file is there and not a stranger's: anyone may write to some shared folders."""
-    try:
-        owner = file.lstat().st_uid
-        return owner in (0, os.getuid(), file.parent.stat().st_uid)
-    except OSError:
-        return False
