@@ -30,6 +30,7 @@ def train(arguments: list[str]) -> int:
     from k3train.optim.rules import assignments
     from k3train.train.claim import claimed
     from k3train.train.launch import launch
+    from k3train.train.signals import note_end_time
 
     assignments(run.model, run.optim)
     check_data(run)
@@ -38,6 +39,7 @@ def train(arguments: list[str]) -> int:
         trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
         for line in describe(settle(run, resolved, trained_steps=trained)):
             print(line, flush=True)
+    note_end_time(run)
     return launch(run, resolved)
 
 

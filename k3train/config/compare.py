@@ -123,14 +123,20 @@ def identity_problems(refused: list[Difference], trained: Path) -> list[ConfigPr
     ]
 
 
+_OWN_RULES = {
+    "model.mtp.num_layers": "its parameters would be new, or dropped with their moments (a stage may change "
+    "mtp_loss_weight)",
+}
+"""Why single settings may not change, where that says more than that they decide what is trained."""
+
+
 def _broken_rule(change: Difference, old: Run, trained: _Trained) -> str:
     """Why the change is not free, as the end of a sentence about its key; empty when it is."""
-    decides = "decides what is trained"
     name = change.key.split(".")[2] if change.key.count(".") > 1 else ""
     begun = trained.stages
     match kind_of(change.key):
         case None | Kind.identity:
-            return decides
+            return _OWN_RULES.get(change.key, "decides what is trained")
         case Kind.stage:
             return f"the stage {name} has begun" if name in begun else ""
         case Kind.length:

@@ -49,6 +49,7 @@ KINDS: dict[str, Kind] = {
     "curriculum.stages.*.tokens": Kind.length,
     "curriculum.stages.*.batch_tokens": Kind.stage,
     "curriculum.stages.*.mix": Kind.stage,
+    "curriculum.stages.*.mtp_loss_weight": Kind.stage,
     "curriculum.stages.*.micro_batch_sequences": Kind.tunable,
     "curriculum.stages.*.learning_rate": Kind.tunable,
     "curriculum.stages.*.parallel": Kind.tunable,

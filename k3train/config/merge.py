@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from k3train.config.schema import Parallel, Run, StageParallel
+from k3train.config.schema import Model, Parallel, Run, Stage, StageParallel
 
 
 def stage_parallel(parallel: Parallel, override: StageParallel) -> Parallel:
@@ -24,6 +24,13 @@ def stage_parallel(parallel: Parallel, override: StageParallel) -> Parallel:
     if reshaped and "pipeline_split" not in changes:
         changes["pipeline_split"] = None
     return replace(parallel, **changes)
+
+
+def stage_model(model: Model, stage: Stage) -> Model:
+    """The model as one stage trains it: of the same shape, with the stage's weight of the MTP loss."""
+    if stage.mtp_loss_weight is None:
+        return model
+    return replace(model, mtp=replace(model.mtp, loss_weight=stage.mtp_loss_weight))
 
 
 def world_size(run: Run) -> int:

@@ -120,6 +120,7 @@ RANGES: dict[str, Range] = {
     "curriculum.stages.*.batch_tokens": _TOKENS,
     "curriculum.stages.*.micro_batch_sequences": _ONE,
     "curriculum.stages.*.mix.*": _AT_LEAST_0,
+    "curriculum.stages.*.mtp_loss_weight": _POSITIVE,
     "curriculum.stages.*.learning_rate.peak": _POSITIVE,
     "curriculum.stages.*.learning_rate.warmup_tokens": _ANY_TOKENS,
     "curriculum.stages.*.parallel.tp": _ONE,

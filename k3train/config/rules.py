@@ -260,6 +260,20 @@ def _mixes(run: Run) -> Problems:
             )
 
 
+def _mtp_weights(run: Run) -> Problems:
+    for name, stage in run.curriculum.stages.items():
+        if stage.mtp_loss_weight is not None and run.model.mtp.num_layers == 0:
+            yield ConfigProblem(
+                f"curriculum.stages.{name}.mtp_loss_weight",
+                stage.mtp_loss_weight,
+                "weighs the loss of a layer that the model does not have, and a stage cannot add it: its "
+                "parameters would be new",
+                "Set model.mtp.num_layers=1 for the whole run, or leave the weight out",
+                "stage.mtp",
+                ("model.mtp.num_layers",),
+            )
+
+
 def _layouts(run: Run) -> Problems:
     """Each stage's degrees against the model and the world; the run's own when there is no stage."""
     for name, stage in run.curriculum.stages.items():
@@ -411,6 +425,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _sources,
     _order,
     _mixes,
+    _mtp_weights,
     _layouts,
     _stage_sizes,
     _hang_limits,

@@ -343,6 +343,8 @@ class Stage:
     """Packed sequences in one forward pass of one data-parallel rank."""
     mix: dict[str, float] = field(default_factory=dict[str, float])
     """Weight of each source, in tokens; empty means sources in proportion to their size."""
+    mtp_loss_weight: float | None = None
+    """Weight of the MTP loss in this stage; None keeps model.mtp.loss_weight."""
     learning_rate: StageLearningRate = field(default_factory=StageLearningRate)
     parallel: StageParallel = field(default_factory=StageParallel)
 

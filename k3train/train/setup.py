@@ -13,7 +13,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
-from k3train.config.merge import world_size
+from k3train.config.merge import stage_model, world_size
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch
@@ -64,8 +64,9 @@ def build_stage(
     parallel = resolved_parallel(run, plan.stage)
     layout = make_layout(run.model, parallel, world_size(run))
     groups = start_groups(layout, seed=run.seed, timeout_seconds=run.cluster.collective_timeout_seconds)
-    config = make_config(run.model, parallel, layout)
-    modules = build_model(run.model, config, layout, groups, device)
+    model = stage_model(run.model, plan.stage)
+    config = make_config(model, parallel, layout)
+    modules = build_model(model, config, layout, groups, device)
     scheduled = schedule_config(config, layout)
     chunks = [_wrap(module, index, scheduled, groups, device) for index, module in enumerate(modules)]
     optimizer = build_optimizer(run.optim, chunks, groups)

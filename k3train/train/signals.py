@@ -155,5 +155,11 @@ def seconds_left(run: Run) -> float | None:
     return limits[0] if limits else None
 
 
+def note_end_time(run: Run) -> None:
+    """Tell the ranks that this process starts, and starts again, when the run's time limit ends."""
+    if run.cluster.time_limit_minutes:
+        os.environ.setdefault(END_TIME, str(int(time.time()) + 60 * run.cluster.time_limit_minutes))
+
+
 def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -57,6 +57,8 @@ MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2
         ({f"{STAGE}.batch_tokens": 16_384}, 40, False),
         ({f"{STAGE}.batch_tokens": 16_384}, 41, True),
         ({f"{STAGE}.context_tokens": 1_024}, 41, True),
+        ({f"{STAGE}.mtp_loss_weight": 0.3}, 40, False),
+        ({f"{STAGE}.mtp_loss_weight": 0.3}, 41, True),
         ({"curriculum.order": ["s2048", "s256", "s8192", "s32768"]}, 0, False),
         ({"curriculum.order": ["s2048", "s256", "s8192", "s32768"]}, 1, True),
         ({"curriculum.order": ["s256", "s8192", "s2048", "s32768"]}, 40, False),

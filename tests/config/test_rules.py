@@ -75,6 +75,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "Add more",
     ),
     ("stage.mix-source", {f"{AT}.mix": {"cod": 1.0}}, f"{AT}.mix.cod", "mean code?"),
+    ("stage.mtp", {f"{AT}.mtp_loss_weight": 0.3}, f"{AT}.mtp_loss_weight", "model.mtp.num_layers=1"),
     ("stage.mix-sum", {f"{AT}.mix": {"code": 0.0}}, f"{AT}.mix", "positive weight"),
     ("parallel.heads-tp", {"model.num_heads": 5, "parallel.tp": 2}, "parallel.tp", "Use 1 or 5"),
     ("parallel.vocab-tp", {"model.vocab_size": 4097, "parallel.tp": 2}, "parallel.tp", "Use 1 or 17"),
