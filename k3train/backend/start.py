@@ -32,6 +32,11 @@ def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.de
         # One hardware queue keeps the order of communication and compute that megatron-core relies on.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if chosen.index >= (count := torch.cuda.device_count()):
+            raise Unavailable(
+                f"this machine has {count} GPU{'s' if count != 1 else ''}, and its rank {chosen.index} "
+                f"(counted from 0) needs one too: set cluster.ranks_per_node={count}, or device=cpu"
+            )
         torch.cuda.set_device(chosen)
     else:
         torch.set_num_threads(threads)

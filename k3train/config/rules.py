@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from itertools import pairwise
 from typing import cast
 
 from k3train.config.build import to_plain
@@ -239,6 +240,23 @@ def _order(run: Run) -> Problems:
             )
 
 
+def _growing_contexts(run: Run) -> Problems:
+    """Long documents are drawn for long contexts; a shorter one behind would cut them up."""
+    stages = [
+        (name, run.curriculum.stages[name]) for name in run.curriculum.order if name in run.curriculum.stages
+    ]
+    for (before, shorter), (name, stage) in pairwise(stages):
+        if stage.context_tokens < shorter.context_tokens:
+            yield ConfigProblem(
+                f"curriculum.stages.{name}.context_tokens",
+                stage.context_tokens,
+                f"is less than the {shorter.context_tokens} of {before}, the stage before",
+                "Order the stages by context in curriculum.order",
+                "stage.shrinking-context",
+                ("curriculum.order", f"curriculum.stages.{before}.context_tokens"),
+            )
+
+
 def _mixes(run: Run) -> Problems:
     sources = run.data.sources
     for stage_name, stage in run.curriculum.stages.items():
@@ -426,6 +444,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _order,
     _mixes,
     _mtp_weights,
+    _growing_contexts,
     _layouts,
     _stage_sizes,
     _hang_limits,

@@ -18,6 +18,7 @@ from k3train.config.schema import Run
 from k3train.config.secrets import redacted_output
 from k3train.faults import plan_from_environment
 from k3train.train.claim import claimed
+from k3train.train.probe import check_launcher
 from k3train.train.signals import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EXIT_UNEXPECTED
 
 _FIRST_SPEAKS_SECONDS = 5.0
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> int:
 def _main(resolved: Path) -> int:
     rank = os.environ.get("RANK", "0")
     try:
+        check_launcher()
         run = load_resolved(resolved)
         plan_from_environment()
         _check_world(run, int(os.environ.get("WORLD_SIZE", "1")))
@@ -76,8 +78,11 @@ def _train(run: Run) -> int:
     # This imports megatron-core, which must find the backend ready.
     from k3train.train.identity import check_ranks_agree
     from k3train.train.loop import train
+    from k3train.train.probe import check_folder, warn_of_shortages
 
     check_ranks_agree(run)
+    check_folder(run)
+    warn_of_shortages(run, device)
     return train(run, device)
 
 

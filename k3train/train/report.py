@@ -39,8 +39,8 @@ class Report:
 
     def run_started(self, run: Run, progress: Progress, latest: Path | None) -> None:
         """Training starts, or goes on from ``latest``."""
-        self._ahead.read(Path(run.dir) / METRICS, progress.step)
         if self._first_rank:
+            self._ahead.read(Path(run.dir) / METRICS, progress.step)
             state = None if latest is None else read_train_state(latest)
             self._event("start", progress, **record_start(run, progress, state))
 

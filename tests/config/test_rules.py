@@ -75,6 +75,15 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "Add more",
     ),
     ("stage.mix-source", {f"{AT}.mix": {"cod": 1.0}}, f"{AT}.mix.cod", "mean code?"),
+    (
+        "stage.shrinking-context",
+        {
+            "curriculum.order": ["only", "next"],
+            "curriculum.stages.next": {"context_tokens": 128, "tokens": 512, "batch_tokens": 256},
+        },
+        "curriculum.stages.next.context_tokens",
+        "Order the stages",
+    ),
     ("stage.mtp", {f"{AT}.mtp_loss_weight": 0.3}, f"{AT}.mtp_loss_weight", "model.mtp.num_layers=1"),
     ("stage.mix-sum", {f"{AT}.mix": {"code": 0.0}}, f"{AT}.mix", "positive weight"),
     ("parallel.heads-tp", {"model.num_heads": 5, "parallel.tp": 2}, "parallel.tp", "Use 1 or 5"),

@@ -21,6 +21,7 @@ import slurm
 from k3train.config.compose import load_resolved
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Cluster, Device, Run
+from tests.launch.stand_ins import PATIENCE, SBATCH, SCONTROL, SRUN
 
 
 def run_of(**cluster: object) -> Run:
@@ -86,38 +87,6 @@ def test_an_option_that_holds_a_password_is_refused_without_repeating_it() -> No
 
 
 # ------------------------------------------------------------------------------- a Slurm for one machine
-
-PATIENCE = 200
-"""Seconds that a busy machine may take to import torch for each node; seconds on an idle one."""
-
-SRUN = """#!/bin/bash
-# Starts the command once per node; when one has ended, gives the others a moment and then signals them, as
-# srun --wait does; ends with the highest exit code.
-case "$1" in --wait=*) shift ;; *) exit 99 ;; esac
-for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
-  SLURM_NODEID=$node SLURMD_NODENAME=localhost "$@" &
-  pids="$pids $!"
-done
-wait -n
-highest=$?
-sleep 0.5
-kill -TERM $pids 2>/dev/null && sleep 0.5 && kill -TERM $pids 2>/dev/null
-for pid in $pids; do
-  wait "$pid"
-  code=$?
-  if [ "$code" -gt "$highest" ]; then highest=$code; fi
-done
-exit "$highest"
-"""
-
-SCONTROL = """#!/bin/bash
-if [ "$1 $2" = "show hostnames" ]; then echo localhost; exit; fi
-echo "scontrol $*" >> "$SLURM_LOG"
-"""
-
-SBATCH = """#!/bin/bash
-echo "sbatch $*" >> "$SLURM_LOG"
-"""
 
 # Trains until the stop file is there, and saves a checkpoint on the way out, as ranks do.
 TRAINING = """

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import slurm
-from test_slurm import PATIENCE, SBATCH, SCONTROL, SRUN
 
 from k3train.config.history import read_history
 from k3train.config.schema import Curriculum, Run, Stage, StageParallel
+from tests.launch.stand_ins import PATIENCE, SBATCH, SCONTROL, SRUN
 from tests.train.runs import losses, make_run, records, train_run
 
 ROOT = Path(__file__).parents[2]
