@@ -184,17 +184,16 @@ ONE_TAKES_ALL = [0.0] * 7 + [9.0]
 @pytest.fixture(scope="module", params=[LAST_THREE, ONE_TAKES_ALL], ids=["empty", "one takes all"])
 def skewed(request, tmp_path_factory):
     """A selection bias with one rank's results for it, over 44 tokens: 33 routes do not divide by 2 or 4."""
-    global REFERENCE
-    before, REFERENCE = REFERENCE, str(tmp_path_factory.mktemp("moe") / "skewed.pt")
+    path = str(tmp_path_factory.mktemp("moe") / "skewed.pt")
     whole, bias, metrics = run_ranks(1, step, 1, schema.Parallel(), False, request.param, 44)[0]
-    torch.save(whole, REFERENCE)
-    yield request.param, whole, bias, metrics
-    REFERENCE = before
+    torch.save(whole, path)
+    return path, request.param, whole, bias, metrics
 
 
 @pytest.mark.parametrize("name", ["ep4", "tp2 etp2 ep2", "ep2 allgather", "tp2 etp2 ep2 allgather"])
-def test_skewed_and_empty_experts_equal_one_rank(name, skewed):
-    given, whole, bias, metrics = skewed
+def test_skewed_and_empty_experts_equal_one_rank(name, skewed, monkeypatch):
+    path, given, whole, bias, metrics = skewed
+    monkeypatch.setitem(globals(), "REFERENCE", path)
     assert metrics[2]["dead_experts"] == (5 if given is LAST_THREE else 0)
     assert bool(whole["experts.gate"][0].any()) == (given is ONE_TAKES_ALL)
     world, parallel = LAYOUTS[name]
