@@ -12,26 +12,36 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from k3train.config import schema
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
-from k3train.model.config import K3Config
 
 
 class SituMlp(MegatronModule):
     """down(SiTU-GLU(gate(x), up(x))) without biases, its inner width sharded over tp (k3 report eq. 12).
 
-    ``ffn_size`` is the whole inner width. ``selective``: gathered inputs and activations are made again.
+    ``ffn_size`` is the whole inner width. The caps come from ``settings``, else from ``config.k3.situ``.
+    ``selective``: gathered inputs and activations are made again.
     """
 
     def __init__(
-        self, config: K3Config, ffn_size: int, pg_collection: Any, *, selective: bool = False
+        self,
+        config: TransformerConfig,
+        ffn_size: int,
+        pg_collection: Any,
+        *,
+        settings: schema.Situ | None = None,
+        selective: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__(config)
         self.selective = selective
         assert config.init_method is not None
-        self.caps = config.k3.situ.gate_cap, config.k3.situ.up_cap
+        caps = settings or config.k3.situ  # pyright: ignore[reportAttributeAccessIssue]
+        self.caps = caps.gate_cap, caps.up_cap
         self.tp_group = pg_collection.tp
         column = partial(
             ColumnParallelLinear,

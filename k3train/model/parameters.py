@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from k3train.model.config import K3Config
 
 
-def fp32_vector(config: K3Config, size: int, value: float) -> nn.Parameter:
+def fp32_vector(config: TransformerConfig, size: int, value: float) -> nn.Parameter:
     """A parameter [size] that is fp32 in every model, filled with ``value`` and equal on all tensor ranks.
 
     Under sequence parallelism each rank sees its own tokens, so megatron-core must sum its gradient over tp.
@@ -33,6 +34,6 @@ def replicated_linear(config: K3Config, inputs: int, outputs: int) -> nn.Linear:
     return linear
 
 
-def _replicated(parameter: nn.Parameter, config: K3Config) -> nn.Parameter:
+def _replicated(parameter: nn.Parameter, config: TransformerConfig) -> nn.Parameter:
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
