@@ -150,7 +150,7 @@ def test_refused_form(override: str, id: str, words: str) -> None:
         ("num_experts=3", "model.moe.num_experts"),
         ("model.num_experts=3", "model.moe.num_experts"),
         ("moe.top_k=3", "model.moe.top_k"),
-        ("model.moe.router.binz=3", "model.moe.router.bins"),
+        ("model.moe.router.quantile.binz=3", "model.moe.router.quantile.bins"),
         ("curriculum.stages.s256.contxt_tokens=3", "curriculum.stages.s256.context_tokens"),
         ("curriculum.stages.s256.learning_rate.peek=3", "curriculum.stages.s256.learning_rate.peak"),
         ("stages.s256.tokens=3", "curriculum.stages.s256.tokens"),

@@ -30,6 +30,8 @@ COMPANY = {
     ("parallel", "node8"): EIGHT_RANKS,
     ("curriculum", "k3"): K3,
     ("curriculum", "proxy"): ["experiment=proxy_gpu"],
+    ("curriculum", "balance"): ["experiment=balance_debug"],
+    ("curriculum", "balance_gpu"): ["experiment=balance_gpu"],
     ("cluster", "slurm"): K3,
     ("cluster", "gpu8"): EIGHT_RANKS,
     ("data", "k3"): [],

@@ -1,0 +1,71 @@
+"""The study's programs on a small scale: the claim that they show, and figures from their results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, STUDIES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+simulation = load("simulate_routers")
+
+
+def test_quantile_balances_in_six_steps_what_the_sign_rule_does_not_in_a_hundred() -> None:
+    """64 experts, top-4, 512 tokens an expert and step, from a strongly skewed start."""
+    batches = simulation.World(64, seed=1).independent(8192)
+    quantile = simulation.simulate(batches, simulation.router(), 4, 6)
+    assert quantile[0]["max_violation"] > 3
+    assert quantile[-1]["max_violation"] < 0.25
+    assert simulation.floor(8192, 64, 4) < 0.15
+    batches = simulation.World(64, seed=1).independent(8192)
+    sign = simulation.simulate(batches, simulation.router(simulation.Rule.sign), 4, 100)
+    assert min(step["max_violation"] for step in sign) > 0.25
+
+
+def test_worlds_shift_and_cluster() -> None:
+    one, two = simulation.World(8, 1), simulation.World(8, 1)
+    shifting, still = one.shifting(512, 2, 4.0), two.independent(512)
+    means = [next(shifting).mean(0) for _ in range(4)]
+    assert (means[0] - means[1]).norm() < 0.5 < (means[0] - means[2]).norm()
+    assert next(still).shape == (512, 8)
+    copies = next(simulation.World(8, 1).clustered(512, 4, 0.0))
+    assert len(copies.unique(dim=0)) <= 4
+
+
+def test_figures_are_drawn_from_the_committed_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="extra: plots")
+    plots = load("plot_balance")
+    monkeypatch.setattr(sys, "argv", ["plot_balance.py", "--out", str(tmp_path)])
+    plots.main()
+    drawn = {path.name for path in tmp_path.glob("*.svg")}
+    assert drawn == {path.name for path in (STUDIES / "figures").glob("*.svg")}
+    assert {"start.svg", "bins.svg", "smoothing.svg", "clusters.svg", "debug.svg"} <= drawn
+    page = (STUDIES.parent / "quantile_balancing.md").read_text()
+    table = capsys.readouterr().out.split("\n\n")[1].strip()
+    assert table in page, "docs/quantile_balancing.md does not show the table of the committed results"
+
+
+def test_the_page_s_claim_is_in_the_committed_results() -> None:
+    start = json.loads((STUDIES / "results" / "simulation.json").read_text())["start"]
+    assert (start["experts"], start["top_k"]) == (896, 16)
+    for curve in start["max_violation"]["quantile"]:
+        assert curve[0] > 10
+        assert min(curve[:7]) < 0.25
+    assert all(value > 0.25 for curve in start["max_violation"]["sign 0.001"] for value in curve[:100])
