@@ -164,8 +164,25 @@ def convert(arguments: list[str]) -> int:
     return DONE
 
 
+def balance(arguments: list[str]) -> int:
+    """Print how evenly a run's experts were loaded, layer by layer, and replay its saved histograms."""
+    parser = _parser("balance", balance)
+    parser.add_argument("run_dir", type=Path, help="directory of the run")
+    parser.add_argument("--last", type=int, default=100, help="recorded steps to average (default 100)")
+    parser.add_argument("--bins", type=int, help="merge saved histograms to so many bins and compare")
+    options = parser.parse_args(arguments)
+    if options.last < 1:
+        parser.error(f"argument --last: {options.last} is no number of steps; use 1 or more")
+    from rich.console import Console
+
+    from k3train.monitor.replay import print_balance
+
+    print_balance(options.run_dir, Console(), last=options.last, bins=options.bins)
+    return DONE
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
-    v.__name__: v for v in (train, show, check, data, sample, convert)
+    v.__name__: v for v in (train, show, check, data, sample, balance, convert)
 }
 
 

@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 _OPTIMIZER_KEYS = "optimizer."
 _NAMES_IN_MESSAGE = 20
+_ROUTING_RULE = ".router.rule."
+"""What a routing rule carries from step to step: another rule, or the same with other options, has other
+tensors, starts them afresh and goes on from the bias that all have."""
 
 
 def read_train_state(path: Path) -> dict[str, Any]:
@@ -62,7 +65,13 @@ def load_checkpoint(
     on_first_rank(lambda: _check_files_read(path))
     record = on_first_rank(lambda: _read_record(path))
     model = model_state(chunks, groups)
-    state: dict[str, Any] = dict(model)
+    stored = PlainReader(path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        chunk: {
+            name: leaf for name, leaf in leaves.items() if leaf.key in stored or not _is_optional(leaf.key)
+        }
+        for chunk, leaves in model.items()
+    }
     if optimizer is not None:
         allocate_state(optimizer)
         state["optimizer"] = optimizer_state(optimizer, model, groups, loading=True)
@@ -139,7 +148,11 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
             stored = {key: value for key, value in stored.items() if not key.startswith(_OPTIMIZER_KEYS)}
         problems = [
             *(f"{key} is not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())),
-            *(f"{key} is not in the model" for key in sorted(stored.keys() - wanted.keys())),
+            *(
+                f"{key} is not in the model"
+                for key in sorted(stored.keys() - wanted.keys())
+                if not _is_optional(key)
+            ),
             *(
                 f"{key} is {_form(*stored[key])} in the checkpoint and {_form(*wanted[key])} in the model"
                 for key in sorted(wanted.keys() & stored.keys())
@@ -156,6 +169,10 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
     on_first_rank(compare)
 
 
+def _is_optional(key: str) -> bool:
+    return _ROUTING_RULE in key
+
+
 def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
@@ -163,7 +180,11 @@ def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 def _put_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
     for i, chunk in enumerate(chunks):
         result = unwrap(chunk).load_state_dict(loaded[f"model{i}"], strict=False)
-        missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+        missing = [
+            name
+            for name in result.missing_keys
+            if not name.endswith("_extra_state") and not _is_optional(name)
+        ]
         if missing or result.unexpected_keys:
             raise CheckpointError(f"not loaded: {missing}; not in the model: {result.unexpected_keys}")
 

@@ -16,6 +16,16 @@ from k3train.config.schema_muon import Muon as Muon
 from k3train.config.schema_muon import MuonPrecision as MuonPrecision
 from k3train.config.schema_muon import NewtonSchulz as NewtonSchulz
 from k3train.config.schema_muon import QkClip as QkClip
+from k3train.config.schema_router import AuxLoss as AuxLoss
+from k3train.config.schema_router import BalanceAlarms as BalanceAlarms
+from k3train.config.schema_router import BalanceMonitor as BalanceMonitor
+from k3train.config.schema_router import BalanceScope as BalanceScope
+from k3train.config.schema_router import Quantile as Quantile
+from k3train.config.schema_router import QuantileExact as QuantileExact
+from k3train.config.schema_router import Router as Router
+from k3train.config.schema_router import RouterInput as RouterInput
+from k3train.config.schema_router import RouterRule as RouterRule
+from k3train.config.schema_router import SignBias as SignBias
 
 
 class Device(Enum):
@@ -81,24 +91,6 @@ class AttnRes:
 
     block_layers: int = 2
     """Decoder layers in one block (K3: 12)."""
-
-
-class RouterRule(Enum):
-    """How the selection bias of the router is set."""
-
-    quantile = "quantile"
-    """Quantile balancing from a histogram over the global batch (K3)."""
-    none = "none"
-    """No balancing: the bias stays zero."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Router:
-    """Sigmoid router with a selection-only bias."""
-
-    rule: RouterRule = RouterRule.quantile
-    bins: int = 1000
-    """Bins of the quantile histogram, per expert."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -404,6 +396,7 @@ class Monitor:
     wandb: bool = False
     """Also log to Weights & Biases (extra: wandb)."""
     wandb_project: str = "k3train"
+    balance: BalanceMonitor = field(default_factory=BalanceMonitor)
 
 
 class OnNonFinite(Enum):

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from k3train.config.schema import RouterInput
 from k3train.kernels.beside import beside
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import make_again
@@ -17,15 +18,17 @@ from k3train.model.experts import Experts
 from k3train.model.mlp import SituMlp
 from k3train.model.norm import RmsNorm
 from k3train.model.parameters import replicated_linear
+from k3train.plan.counts import router_input_size
 from k3train.router.router import K3Router
 
 
 class LatentMoe(MegatronModule):
     """y = shared(x) + up(norm(sum over chosen experts of weight * expert(down(x)))), k3 report eq. 11-13.
 
-    The router and the shared experts read x at full width; tokens travel to the routed experts in the latent
-    width. No token is dropped. ``layer_number`` names the layer in the balance metrics. ``selective``:
-    activations, norms and gathered inputs are not kept for the backward pass.
+    The shared experts read x at full width, as does the router unless ``router.input`` is latent; tokens
+    travel to the routed experts in the latent width. No token is dropped. ``layer_number`` names the layer in
+    the balance metrics. ``selective``: activations, norms and gathered inputs are not kept for the backward
+    pass.
     """
 
     def __init__(
@@ -40,7 +43,14 @@ class LatentMoe(MegatronModule):
         moe = config.k3.moe
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
-        self.router = K3Router(config, layer_number, pg_collection)
+        self.routes_latent = moe.router.input is RouterInput.latent
+        self.router = K3Router(
+            config,
+            layer_number,
+            pg_collection,
+            settings=moe.router,
+            input_size=router_input_size(config.k3),
+        )
         self.latent_down = replicated_linear(config, config.hidden_size, moe.latent_size)
         self.experts = Experts(config, pg_collection, selective=selective)
         self.latent_norm = RmsNorm(config, moe.latent_size) if moe.latent_norm else torch.nn.Identity()
@@ -62,11 +72,12 @@ class LatentMoe(MegatronModule):
         is True on it as in megatron-core; without one, a ``Packing`` given as ``packed_seq_params`` tells.
         Every rank of tp, ep and etp must call this.
         """
-        routes = self.router(hidden, self._valid(padding_mask, packed_seq_params))
+        latent = self.latent_down(hidden)
+        valid = self._valid(padding_mask, packed_seq_params)
+        routes = self.router(latent if self.routes_latent else hidden, valid)
         shared = None
         if self.shared is not None:
             shared = beside(self._share, hidden, on=hidden.is_cuda and self.has_exchange)
-        latent = self.latent_down(hidden)
         rows, counts, weights = self.dispatch.dispatch(latent.view(-1, latent.shape[-1]), routes)
         combined = self.dispatch.combine(self.experts(rows, counts, weights)).view_as(latent)
         out = make_again(self.latent_norm, self.latent_up, combined, on=self.selective)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from k3train.monitor.record import EvalRecord, EventRecord, Record, StepRecord
+from k3train.monitor.record import BalanceRecord, EvalRecord, EventRecord, Record, StepRecord
 
 
-def line(record: Record) -> str:
+def line(record: StepRecord | EvalRecord | EventRecord) -> str:
     """The record as one line of text."""
     match record:
         case StepRecord():
@@ -32,6 +32,8 @@ class Console:
 
     def write(self, record: Record) -> None:
         """Print the record if it is due."""
+        if isinstance(record, BalanceRecord):  # the step's line has the worst of it
+            return
         if isinstance(record, StepRecord) and record.step % self._every and not record.skipped:
             return
         print(line(record), file=self._stream, flush=True)

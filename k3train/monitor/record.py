@@ -72,6 +72,20 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceRecord:
+    """How evenly tokens reached the experts of each layer in one step."""
+
+    kind: ClassVar[str] = "balance"
+    step: int
+    tokens: int
+    stage: str
+    layers: list[int]
+    """Layer numbers, from 1; the MTP layer comes last."""
+    values: dict[str, list[float]]
+    """One number a layer; ``k3train/router/metrics.py`` says what each name means."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EventRecord:
     """Something that happened once: a stage began, a checkpoint was written, the run resumed."""
 
@@ -84,7 +98,7 @@ class EventRecord:
     """JSON data."""
 
 
-Record = StepRecord | EvalRecord | EventRecord
+Record = StepRecord | EvalRecord | BalanceRecord | EventRecord
 
 
 def to_json(record: Record, attempt: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from k3train.config.history import run_id
 from k3train.config.problems import ConfigError, ConfigProblem
-from k3train.monitor.record import EvalRecord, EventRecord, Record, StepRecord
+from k3train.monitor.record import BalanceRecord, EvalRecord, EventRecord, Record, StepRecord
 
 
 class Sink(Protocol):
@@ -76,6 +76,12 @@ def scalars(record: Record) -> dict[str, float]:
             values = {f"train/{key}": value for key, value in asdict(record).items() if key != "step"}
         case EvalRecord():
             values = {f"eval/{record.heldout}/{record.context_tokens}/loss": record.loss}
+        case BalanceRecord():
+            values = {
+                f"balance/{name}/layer_{layer:03d}": value
+                for name, column in record.values.items()
+                for layer, value in zip(record.layers, column, strict=True)
+            }
         case EventRecord():
             values = {}
     return {key: float(value) for key, value in values.items() if isinstance(value, int | float)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from k3train.config.schema import Model
+from k3train.config.schema import Model, RouterInput
 
 KDA_CHUNK_TOKENS = 64
 """Tokens that the chunked form of KDA multiplies at once; enters its FLOPs."""
@@ -122,7 +122,13 @@ def latent_parameters(model: Model) -> int:
 
 def router_parameters(model: Model) -> int:
     """Router weight and selection bias of one layer."""
-    return model.hidden_size * model.moe.num_experts + model.moe.num_experts
+    return (router_input_size(model) + 1) * model.moe.num_experts
+
+
+def router_input_size(model: Model) -> int:
+    """Width that the router reads."""
+    latent = model.moe.router.input is RouterInput.latent
+    return model.moe.latent_size if latent else model.hidden_size
 
 
 def train_flops_per_token(model: Model, context: int) -> float:

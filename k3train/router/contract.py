@@ -1,47 +1,58 @@
-"""What a routing rule is, and which one a run asked for."""
+"""What a routing rule is: one small class, of which every method may be left as it is."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
-from torch import Tensor
-
-from k3train.config import schema
-from k3train.router.none import NoBalance
-from k3train.router.quantile import QuantileBalance
+import torch
+from torch import Tensor, nn
 
 
-class BalanceRule(Protocol):
-    """How the selection bias of one router is found from what its tokens did in one optimizer step.
+class BalanceRule(nn.Module):
+    """How one router is kept balanced, from what its tokens did in one optimizer step.
 
-    A rule is an ``nn.Module`` that holds only the step's statistics, in non-persistent buffers. The bias
-    itself belongs to the router, so that a checkpoint of one rule continues under another.
+    The bias belongs to the router, so that a checkpoint of one rule continues under another; what a rule
+    itself carries from step to step is in persistent buffers, which such a checkpoint need not have. The
+    step's statistics are in non-persistent buffers.
     """
 
-    num_statistics: int
+    num_statistics: int = 0
     """Integers per expert that the rule needs summed over all ranks."""
+    histogram: Tensor | None
+    """int32 [experts, bins] into which ``select.count_margins`` counts this rank's margins, or None."""
 
-    def observe(self, scores: Tensor, cutoff: Tensor, valid: Tensor | None, bounds: Tensor) -> None:
-        """Add one micro-batch: scores [n, experts], the (k+1)-th biased score [n], bool mask [n] or None."""
-        ...
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.register_buffer("histogram", None, persistent=False)
+
+    def bounds(self, bias: Tensor) -> Tensor:
+        """fp32 [2], ends of the histogram: since scores lie in (0, 1), every margin lies between these."""
+        return torch.stack((bias.min() - 1, bias.max() + 1))
+
+    def observe(self, logits: Tensor, cutoff: Tensor, valid: Tensor | None) -> None:
+        """See one micro-batch: logits [n, experts], (k+1)-th biased score [n], bool mask [n] or None."""
+
+    def loss(self, logits: Tensor, experts: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Auxiliary loss summed over this rank's tokens of one micro-batch, or None; experts [n, k]."""
 
     def statistics(self) -> Tensor:
         """This rank's int64 [experts, num_statistics] since the last ``reset``."""
-        ...
+        return torch.empty(self.num_experts, 0, dtype=torch.int64)
 
-    def next_bias(self, bias: Tensor, bounds: Tensor, statistics: Tensor) -> Tensor:
-        """Bias of the next step, fp32 [experts], from ``statistics`` summed over every rank's tokens."""
-        ...
+    def next_bias(
+        self, bias: Tensor, bounds: Tensor, loads: Tensor, statistics: Tensor, group: Any = None
+    ) -> Tensor:
+        """Bias of the next step, fp32 [experts].
+
+        ``loads``, int64 [experts], and ``statistics`` are summed over every rank's tokens. ``group`` holds
+        those ranks; every rank of it calls this.
+        """
+        return bias
+
+    def saturated(self, loads: Tensor, statistics: Tensor) -> Tensor:
+        """Experts whose solution lies at an end of the histogram, which may have cut it off; a scalar."""
+        return loads.new_zeros(())
 
     def reset(self) -> None:
         """Forget the step's statistics."""
-        ...
-
-
-def make_rule(router: schema.Router, num_experts: int, top_k: int) -> NoBalance | QuantileBalance:
-    """The rule that ``model.moe.router.rule`` names."""
-    match router.rule:
-        case schema.RouterRule.quantile:
-            return QuantileBalance(num_experts, top_k, router.bins)
-        case schema.RouterRule.none:
-            return NoBalance(num_experts)

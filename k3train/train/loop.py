@@ -17,7 +17,7 @@ from k3train.train.evaluate import eval_contexts, evaluate
 from k3train.train.examine import TrainingError, Verdict
 from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
-from k3train.train.progress import Progress
+from k3train.train.progress import Progress, is_due
 from k3train.train.report import Report
 from k3train.train.resume import check_text, go_on
 from k3train.train.saving import Saver, checkpoints
@@ -114,10 +114,10 @@ def train_stage(
                 return None, Ended.sent_back
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
         with report.meter.pause():
-            if ended or _due(progress.step, run.curriculum.eval_every_steps):
+            if ended or is_due(progress.step, run.curriculum.eval_every_steps):
                 watch.enter("evaluation", progress.step)
                 stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
-            if ended or stopping or _due(progress.step, run.checkpoint.every_steps):
+            if ended or stopping or is_due(progress.step, run.checkpoint.every_steps):
                 watch.enter("save", progress.step)
                 with stop.pause():
                     how = saver.save_now if ended or stopping else saver.save
@@ -175,7 +175,3 @@ def restore(setup: StageSetup, progress: Progress, latest: Path | None) -> None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
         setup.optimizer.reload_model_params()
     check_text(setup, progress, state)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -31,3 +31,8 @@ class Progress:
         guards = GuardState.from_json(values["guards"])
         bends = tuple((tokens, reached) for tokens, reached in values.get("bends", ()))
         return cls(step=values["step"], tokens=values["tokens"], bends=bends, guards=guards)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something happens after ``step`` that happens every so many steps, or never for 0."""
+    return every > 0 and step % every == 0

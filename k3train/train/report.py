@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,15 +13,17 @@ from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan, total_tokens
 from k3train.kernels.describe import describe_kernels
 from k3train.monitor.ahead import AheadWatch
+from k3train.monitor.alarms import AlarmBell
 from k3train.monitor.meter import Meter
 from k3train.monitor.metrics_file import METRICS
 from k3train.monitor.monitor import open_monitor
-from k3train.monitor.record import EvalRecord, StepRecord
+from k3train.monitor.record import BalanceRecord, EvalRecord, StepRecord
 from k3train.plan.borders import pipeline_bytes
+from k3train.train.balance import Balance
 from k3train.train.evaluate import HeldoutLoss
 from k3train.train.examine import Verdict
 from k3train.train.guards import Action
-from k3train.train.progress import Progress
+from k3train.train.progress import Progress, is_due
 from k3train.train.resume import record_start
 from k3train.train.setup import StageSetup
 from k3train.train.step import StepResult
@@ -36,6 +39,7 @@ class Report:
         self._ahead = AheadWatch()
         self._total_tokens = total_tokens(table)
         self._kernels: dict[str, str] = {}
+        self._bell = AlarmBell(run.monitor.balance.alarms)
 
     def run_started(self, run: Run, progress: Progress, latest: Path | None) -> None:
         """Training starts, or goes on from ``latest``."""
@@ -91,9 +95,9 @@ class Report:
                 tokens_per_second=timing.tokens_per_second,
                 step_seconds=timing.step_seconds,
                 data_wait_seconds=timing.data_wait_seconds,
-                router_max_violation=balance.max_violation if balance else None,
-                router_cv=balance.load_cv if balance else None,
-                dead_experts=balance.dead_experts if balance else None,
+                router_max_violation=balance.worst("max_violation") if balance else None,
+                router_cv=balance.worst("load_cv") if balance else None,
+                dead_experts=int(balance.total("dead_experts")) if balance else None,
                 max_logit=result.max_logit,
                 memory_gib=_memory_gib(setup.device),
                 eta_stage_seconds=self.meter.eta_seconds(setup.plan.end_tokens - progress.tokens),
@@ -104,6 +108,28 @@ class Report:
                 eta_run_seconds=self.meter.eta_seconds(self._total_tokens - progress.tokens),
             )
         )
+
+        if balance is not None:
+            self._balance(setup, progress, balance)
+
+    def _balance(self, setup: StageSetup, progress: Progress, balance: Balance) -> None:
+        for alarm in self._bell.check(balance.layers):
+            self._event("router_alarm", progress, **asdict(alarm))
+        if is_due(progress.step, setup.run.monitor.balance.layers_every_steps):
+            numbers = sorted(balance.layers)
+            names = balance.layers[numbers[0]]
+            self._monitor.write(
+                BalanceRecord(
+                    step=progress.step,
+                    tokens=progress.tokens,
+                    stage=setup.plan.name,
+                    layers=numbers,
+                    # five digits: a run of K3's depth writes some 700 numbers a step
+                    values={
+                        name: [float(f"{balance.layers[n][name]:.5g}") for n in numbers] for name in names
+                    },
+                )
+            )
 
     def _found(self, progress: Progress, verdict: Verdict) -> None:
         self._monitor.event(

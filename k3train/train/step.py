@@ -18,25 +18,14 @@ from k3train.optim.build import (
     set_learning_rate,
 )
 from k3train.optim.schedule import learning_rate
-from k3train.router.update import update_biases
+from k3train.router.update import start_update, update_biases
+from k3train.train.balance import Balance, look_closer_if_due, settle
 from k3train.train.examine import Verdict, examine, examine_state
 from k3train.train.guards import Action
 from k3train.train.progress import Progress
 from k3train.train.schedule import agree, run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup, gradients, moments, weights
 from k3train.train.stragglers import Slowest
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
-    """How evenly tokens reached experts in one step, over all layers."""
-
-    max_violation: float
-    """Worst layer's (busiest expert's load) / (mean load) - 1."""
-    load_cv: float
-    """Worst layer's coefficient of variation of expert load."""
-    dead_experts: int
-    """Experts of all layers without a token."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,7 +38,7 @@ class StepResult:
     """Global L2 norm before clipping; NaN when the step was left out."""
     learning_rate: float
     balance: Balance | None
-    """Worst router of the model; None without experts or without an update."""
+    """Every router of the model; None without experts or without an update."""
     stop: bool
     """Whether any rank was asked to stop."""
     verdict: Verdict | None
@@ -83,6 +72,7 @@ def train_step(
     if left_out is not None:
         return _leave_out(setup, progress, left_out, wants_stop)
     zero_gradients(setup)
+    look_closer_if_due(setup, progress.step + 1)
     sums = run_micro_batches(setup, host, backward=True)
     point("step.gradients", tensors=lambda: gradients(setup.chunks))
     seen = agree(setup, sums, wants_stop=wants_stop, norm=gradient_norm(setup.optimizer))
@@ -99,10 +89,11 @@ def train_step(
         verdict=verdict,
     )
     if result.action is Action.update:
+        routers = start_update(setup.chunks, setup.groups.tokens)  # travels while the optimizer works
         set_learning_rate(setup.optimizer, rate)
         point("step.update")
         apply_gradients(setup.optimizer, seen.grad_norm)
-        result.balance = worst_balance(setup, update_biases(setup.chunks, setup.groups.tokens))
+        result.balance = settle(setup, progress.step + 1, routers)
         result.max_logit = worst_logit(setup)
         verdict = examine_state(setup, progress)
         result.verdict = verdict or result.verdict
@@ -159,23 +150,3 @@ def rehearse(setup: StageSetup, progress: Progress) -> None:
     run_micro_batches(setup, host, backward=True)
     update_biases(setup.chunks, setup.groups.tokens, discard=True)
     zero_gradients(setup)
-
-
-def worst_balance(setup: StageSetup, layers: dict[int, dict[str, float]]) -> Balance | None:
-    """The worst of every layer, over all pipeline ranks, which own different layers; they must all call this.
-
-    ``layers`` is what ``update_biases`` returned: this rank's layers.
-    """
-    if setup.run.model.num_dense_layers == setup.run.model.num_layers:
-        return None
-    worst = [
-        max((layer[key] for layer in layers.values()), default=0.0) for key in ("max_violation", "load_cv")
-    ]
-    dead = sum(layer["dead_experts"] for layer in layers.values())
-    if setup.groups.layout.pp > 1:
-        shared = torch.tensor([*worst, dead], dtype=torch.float64, device=setup.device)
-        dist.all_reduce(shared[:2], op=dist.ReduceOp.MAX, group=setup.groups.pg.pp)
-        dist.all_reduce(shared[2:], group=setup.groups.pg.pp)
-        *worst, dead = shared.tolist()
-    violation, cv = worst
-    return Balance(max_violation=violation, load_cv=cv, dead_experts=int(dead))

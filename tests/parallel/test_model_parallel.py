@@ -101,7 +101,7 @@ def test_layout_trains_as_one_rank(request, model, layout, optim):
     assert max(norms) < 1e-4
     assert gradient < 1e-5, which
     assert step < 5e-6
-    assert bias < 3 / model.moe.router.bins
+    assert bias < 3 / model.moe.router.quantile.bins
 
 
 def test_routers_count_every_valid_token_once():

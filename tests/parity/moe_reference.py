@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from k3train.config.schema import RouterInput
+
 
 def situ(gate, up, caps):
     a, b = caps
@@ -15,12 +17,13 @@ def dense_moe(p, x, k3, experts=None):
     ``experts`` [n, k] pins the routes. x [n, hidden] -> [n, hidden].
     """
     caps, top_k = (k3.situ.gate_cap, k3.situ.up_cap), k3.moe.top_k
-    scores = torch.sigmoid(x @ p["router.weight"].T)
+    z = x @ p["latent_down.weight"].T
+    latent = k3.moe.router.input is RouterInput.latent
+    scores = torch.sigmoid((z if latent else x) @ p["router.weight"].T)
     if experts is None:
         experts = (scores + p["router.bias"]).topk(top_k, dim=1).indices
     chosen = torch.zeros_like(scores).scatter(1, experts, 1.0)
     weights = chosen * scores / ((chosen * scores).sum(1, keepdim=True) + 1e-20)
-    z = x @ p["latent_down.weight"].T
     gate = torch.einsum("nl,elf->enf", z, p["experts.gate"])
     up = torch.einsum("nl,elf->enf", z, p["experts.up"])
     each = torch.einsum("enf,efl->enl", situ(gate, up, caps), p["experts.down"])

@@ -75,6 +75,7 @@ def in_one_rank(rank, function, *args):
         {"num_shared_experts": 0},
         {"num_experts": 5, "top_k": 1},
         {"num_experts": 16, "top_k": 15},
+        {"router": schema.Router(input=schema.RouterInput.latent)},
     ],
     ids=str,
 )

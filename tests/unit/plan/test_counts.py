@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from k3train.config.compose import compose
-from k3train.config.schema import Model, Mtp
+from k3train.config.schema import Model, Mtp, Router, RouterInput
 from k3train.plan.counts import (
     count_parameters,
     expert_parameters,
@@ -81,6 +81,14 @@ def test_flops_at_no_context_are_six_per_active_weight(k3: Model) -> None:
     """Without attention over a context, only KDA's own state is more than 6 FLOPs an active parameter."""
     per_weight = train_flops_per_token(k3, 0) / count_parameters(k3).active
     assert 6.0 < per_weight < 6.05
+
+
+def test_a_router_on_the_latent_is_as_wide_as_that(k3: Model) -> None:
+    moe = replace(k3.moe, router=Router(input=RouterInput.latent))
+    latent = replace(k3, moe=moe)
+    saved = 92 * 896 * (7168 - 3584)
+    assert count_parameters(k3).total - count_parameters(latent).total == saved
+    assert train_flops_per_token(k3, 0) - train_flops_per_token(latent, 0) == pytest.approx(6 * saved)
 
 
 def test_mtp_is_counted() -> None:

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from k3train.config import schema
+from k3train.router.choose import make_rule
 from k3train.router.quantile import QuantileBalance
+from k3train.router.select import count_margins
 
 SCORES = torch.tensor(
     [
@@ -25,8 +28,13 @@ SCORES = torch.tensor(
 )
 
 
-def bounds_of(bias):
-    return torch.stack((bias.min() - 1, bias.max() + 1))
+def quantile(experts, k, bins, **settings):
+    return QuantileBalance(experts, k, schema.Quantile(bins=bins, **settings))
+
+
+def solve(rule, bias, statistics):
+    """The next bias from summed statistics; the loads are of no use to this rule."""
+    return rule.next_bias(bias, rule.bounds(bias), torch.zeros(len(bias)).long(), statistics)
 
 
 def loads(scores, bias, k):
@@ -38,15 +46,16 @@ def margins(scores, bias, k):
 
 
 def observe(rule, scores, bias, k, valid=None):
-    rule.observe(scores, (scores + bias).topk(k + 1).values[:, -1], valid, bounds_of(bias))
+    cutoff = (scores + bias).topk(k + 1).values[:, -1]
+    count_margins(scores, cutoff, valid, rule.bounds(bias), rule.histogram)
 
 
 def balanced(scores, bias, k, bins=1000, parts=None, valid=None):
     """The rule's next bias when the batch comes in micro-batches of ``parts`` tokens."""
-    rule = QuantileBalance(scores.shape[1], k, bins)
+    rule = quantile(scores.shape[1], k, bins)
     for index in torch.arange(len(scores)).split(parts or len(scores)):
         observe(rule, scores[index], bias, k, None if valid is None else valid[index])
-    return rule.next_bias(bias, bounds_of(bias), rule.statistics())
+    return solve(rule, bias, rule.statistics())
 
 
 def test_worked_example_by_the_exact_quantile():
@@ -88,14 +97,14 @@ def test_bias_lies_within_a_bin_of_the_exact_quantile(tokens, experts, bins, see
     k = data.draw(st.integers(1, experts - 1))
     scores = random_scores(tokens, experts, seed)
     bias = torch.randn(experts, generator=torch.Generator().manual_seed(seed)) * 0.2
-    rule = QuantileBalance(experts, k, bins)
+    rule = quantile(experts, k, bins)
     observe(rule, scores, bias, k)
     assert (rule.histogram.sum(-1) == tokens).all()
-    low, high = bounds_of(bias).double()
+    low, high = rule.bounds(bias).double()
     width = float(high - low) / bins
     rank = math.ceil(tokens * k / experts)
     exact = margins(scores, bias, k).double().sort(0).values[rank - 1]
-    centred = rule.next_bias(bias, bounds_of(bias), rule.statistics()).double()
+    centred = solve(rule, bias, rule.statistics()).double()
     # Centring hides one constant: compare differences between experts, which may be off by a bin each.
     gap = (centred - centred[0]) - (exact - exact[0])
     assert gap.abs().max() <= 2 * width + 1e-6
@@ -116,11 +125,11 @@ def test_bias_does_not_depend_on_the_partition(tokens, experts, seed, cuts, rank
     bias = torch.randn(experts, generator=torch.Generator().manual_seed(seed)) * 0.1
     whole = balanced(scores, bias, k)
     borders = [0, *sorted(min(c, tokens) for c in cuts), tokens]
-    rules = [QuantileBalance(experts, k, 1000) for _ in range(ranks)]
+    rules = [quantile(experts, k, 1000) for _ in range(ranks)]
     for index, (start, stop) in enumerate(itertools.pairwise(borders)):
         observe(rules[index % ranks], scores[start:stop], bias, k)
     summed = torch.stack([rule.statistics() for rule in rules]).sum(0)
-    assert torch.equal(rules[0].next_bias(bias, bounds_of(bias), summed), whole)
+    assert torch.equal(solve(rules[0], bias, summed), whole)
 
 
 @settings(max_examples=25, deadline=None)
@@ -142,33 +151,59 @@ def test_step_of_padding_alone_keeps_the_bias():
 def test_counts_beyond_32_bits(times):
     """Every count multiplied by one number leaves every quantile where it was, up to the rounding of q."""
     scores, bias = random_scores(512, 8, 5), torch.zeros(8)
-    rule = QuantileBalance(8, 2, 1000)
+    rule = quantile(8, 2, 1000)
     observe(rule, scores, bias, 2)
-    once = rule.next_bias(bias, bounds_of(bias), rule.statistics())
-    many = rule.next_bias(bias, bounds_of(bias), rule.statistics() * times)
+    once = solve(rule, bias, rule.statistics())
+    many = solve(rule, bias, rule.statistics() * times)
     assert int((rule.statistics() * times).sum(-1)[0]) == 512 * times
     torch.testing.assert_close(many, once, atol=1e-7, rtol=0)
 
 
 def test_large_counts_keep_single_tokens_apart():
     """q = 2^24 + 1 tokens: in fp32 the last of them would vanish and the next bin be missed."""
-    rule = QuantileBalance(2, 1, 4)
+    rule = quantile(2, 1, 4)
     q = 2**24 + 1
     statistics = torch.tensor([[q - 1, 1, 0, q], [q, 0, 0, q]])
     bias = torch.zeros(2)
-    found = rule.next_bias(bias, bounds_of(bias), statistics)
+    found = solve(rule, bias, statistics)
     # First row ends in bin 1 (from -0.5), filled: 0. Second row fills bin 0: -0.5.
     torch.testing.assert_close(found, torch.tensor([0.25, -0.25]), atol=1e-6, rtol=0)
 
 
 def test_margins_at_the_ends_of_the_bounds_are_counted():
-    rule = QuantileBalance(2, 1, 10)
+    rule = quantile(2, 1, 10)
     scores = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    rule.observe(scores, torch.tensor([1.0, 0.0]), None, torch.tensor([-1.0, 1.0]))
+    count_margins(scores, torch.tensor([1.0, 0.0]), None, torch.tensor([-1.0, 1.0]), rule.histogram)
     assert rule.histogram.sum(-1).tolist() == [2, 2]
     assert rule.histogram[1, -1] == 1
 
 
-def test_needs_an_expert_that_is_not_chosen():
+def test_chosen_range_cuts_the_margins_and_says_so():
+    scores, bias = random_scores(400, 8, 4), torch.zeros(8)
+    wide, narrow = quantile(8, 2, 4000), quantile(8, 2, 1000, range=0.05)
+    for rule in (wide, narrow):
+        observe(rule, scores, bias, 2)
+    assert narrow.bounds(bias).tolist() == pytest.approx([-0.05, 0.05])
+    assert (narrow.statistics().sum(-1) == 400).all()
+    exact = margins(scores, bias, 2).sort(0).values[99]  # q = 100
+    outside = int((exact.abs() >= 0.05).sum())
+    assert 0 < outside < 8
+    assert int(narrow.saturated(bias.long(), narrow.statistics())) == outside
+    assert int(wide.saturated(bias.long(), wide.statistics())) == 0
+
+
+def test_finer_bins_come_closer():
+    scores, bias = random_scores(5000, 16, 8), torch.zeros(16)
+    exact = margins(scores, bias, 4).double().sort(0).values[1250]
+    gaps = [
+        float((balanced(scores, bias, 4, bins).double() - (exact - exact.mean())).abs().max())
+        for bins in (16, 64, 256, 1024, 4096)
+    ]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < 1e-3 < gaps[0]
+
+
+@pytest.mark.parametrize("rule", [schema.RouterRule.quantile, schema.RouterRule.quantile_exact])
+def test_needs_an_expert_that_is_not_chosen(rule):
     with pytest.raises(ValueError, match=r"model\.moe\.top_k=4 must be less than model\.moe\.num_experts=4"):
-        QuantileBalance(4, 4, 100)
+        make_rule(schema.Router(rule=rule), 4, 4)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import init_method_normal
 from torch.utils.checkpoint import checkpoint
 
 from k3train.config import schema
@@ -13,18 +14,18 @@ from k3train.router.update import update_biases
 from tests import ranks  # noqa: F401 - installs the CPU bridge
 
 
-def make_router(experts=8, top_k=2, hidden=16, rule=schema.RouterRule.quantile, layer=1, bins=1000):
+def make_router(experts=8, top_k=2, hidden=16, rule=schema.RouterRule.quantile, layer=1, **settings):
     model_parallel_cuda_manual_seed(7, tp_rank=0, ep_rank=0, etp_rank=0, force_reset_rng=True)
-    model = schema.Model(hidden_size=hidden, init_std=0.5)
-    model.moe = schema.Moe(num_experts=experts, top_k=top_k, router=schema.Router(rule=rule, bins=bins))
     config = SimpleNamespace(
-        k3=model,
         hidden_size=hidden,
+        num_moe_experts=experts,
+        moe_router_topk=top_k,
+        init_method=init_method_normal(0.5),
         sequence_parallel=True,
         use_cpu_initialization=True,
         perform_initialization=True,
     )
-    return K3Router(config, layer)
+    return K3Router(config, layer, settings=schema.Router(rule=rule, **settings))
 
 
 def test_routes_follow_the_formula():

@@ -1,0 +1,110 @@
+"""What a run records about the balance of its experts, over pipeline ranks, and how it is read afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from k3train.__main__ import main
+from k3train.config.problems import BadInput
+from k3train.config.schema import (
+    BalanceAlarms,
+    BalanceMonitor,
+    Checkpoint,
+    Curriculum,
+    Model,
+    Moe,
+    Monitor,
+    Parallel,
+    Quantile,
+    Router,
+    Run,
+    Stage,
+)
+from k3train.monitor.metrics_file import METRICS
+from tests.docs.test_studies import load
+from tests.train.runs import make_run, records, train_run
+
+NAMES = {
+    *("tokens", "max_violation", "load_cv", "dead_experts", "causal_lag", "bias_range", "bias_drift"),
+    "saturated_experts",
+}
+AUDIT = {"exact_error", "own_violation"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory):
+    """The same five steps on one rank and on two pipeline ranks."""
+    stage = Stage(context_tokens=128, tokens=5 * 512, batch_tokens=512)
+    balance = BalanceMonitor(
+        audit_every_steps=2,
+        save_every_steps=2,
+        alarms=BalanceAlarms(patience_steps=3, max_violation=0.0, dead_experts=None, causal_lag=None),
+    )
+    out = []
+    for ranks in (1, 2):
+        run = make_run(
+            tmp_path_factory.mktemp(f"ranks{ranks}"),
+            ranks=ranks,
+            curriculum=Curriculum(stages={"only": stage}, order=["only"], eval_tokens=128),
+            parallel=Parallel(pp=ranks),
+            monitor=Monitor(balance=balance),
+            checkpoint=Checkpoint(),
+        )
+        assert train_run(run) == [0] * ranks
+        out.append(run)
+    return out
+
+
+def test_every_layer_of_every_pipeline_rank_is_recorded(runs) -> None:
+    one, two = (records(run, "balance") for run in runs)
+    assert [each["step"] for each in one] == [1, 2, 3, 4, 5]
+    for a, b in zip(one, two, strict=True):
+        assert a["layers"] == b["layers"] == [2, 3, 4, 5]
+        assert set(a["values"]) == set(b["values"]) == NAMES | (AUDIT if a["step"] % 2 == 0 else set())
+        # Pipeline ranks draw other initial weights, so only the tokens are the same.
+        assert a["values"]["tokens"] == b["values"]["tokens"] == pytest.approx([a["values"]["tokens"][0]] * 4)
+        assert all(0 < each < 3 for each in a["values"]["max_violation"] + b["values"]["max_violation"])
+        assert max(a["values"]["max_violation"]) == pytest.approx(
+            records(runs[0], "step")[a["step"] - 1]["router_max_violation"], rel=1e-4
+        )
+    assert all(0 < error < 0.2 for error in one[1]["values"]["exact_error"])
+
+
+def test_an_alarm_is_an_event_and_on_the_console(runs) -> None:
+    for run in runs:
+        (alarm,) = (each for each in records(run, "event") if each["event"] == "router_alarm")
+        assert alarm["step"] == 3
+        assert alarm["detail"]["quantity"] == "max_violation"
+        assert alarm["detail"]["steps"] == 3
+
+
+def test_the_study_collects_finished_runs_only(runs, tmp_path: Path) -> None:
+    collect = load("collect_balance")
+    found = collect.read_run(Path(runs[1].dir))
+    assert found["tokens"] == 5 * 512
+    assert len(found["max_violation"]) == 5
+    assert found["heldout_loss"] == records(runs[1], "eval")[-1]["loss"]
+    unfinished = tmp_path / "run"
+    unfinished.mkdir()
+    lines = (Path(runs[1].dir) / METRICS).read_text().splitlines()
+    (unfinished / METRICS).write_text("\n".join(line for line in lines if '"finished"' not in line) + "\n")
+    with pytest.raises(BadInput, match="has not finished"):
+        collect.read_run(unfinished)
+    assert collect.name_of(runs[0]) == "quantile"
+    window = Router(quantile=Quantile(window=4, strength=0.5))
+    other = Run(model=Model(moe=Moe(router=window)))
+    assert collect.name_of(other) == "quantile window 4 strength 0.5"
+
+
+def test_the_verb_reads_records_and_histograms(runs, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, files in zip(runs, (2, 4), strict=True):
+        assert len(list((Path(run.dir) / "balance").glob("*.npz"))) == files
+        assert main(["balance", run.dir, "--last", "3", "--bins", "50"]) == 0
+        out = capsys.readouterr().out
+        assert "mean of 3 recorded steps, 3 to 5" in out
+        assert out.count("differs by") == 2 * 4
+    assert main(["balance", run.dir, "--bins", "7"]) == 2
+    assert "--bins 7 does not divide" in capsys.readouterr().err
+    assert main(["balance", str(Path(run.dir) / "nowhere")]) == 2
