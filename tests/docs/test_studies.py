@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 from pathlib import Path
 from types import ModuleType
-
-import pytest
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 
@@ -45,27 +41,3 @@ def test_worlds_shift_and_cluster() -> None:
     assert next(still).shape == (512, 8)
     copies = next(simulation.World(8, 1).clustered(512, 4, 0.0))
     assert len(copies.unique(dim=0)) <= 4
-
-
-def test_figures_are_drawn_from_the_committed_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib", reason="extra: plots")
-    plots = load("plot_balance")
-    monkeypatch.setattr(sys, "argv", ["plot_balance.py", "--out", str(tmp_path)])
-    plots.main()
-    drawn = {path.name for path in tmp_path.glob("*.svg")}
-    assert drawn == {path.name for path in (STUDIES / "figures").glob("*.svg")}
-    assert {"start.svg", "bins.svg", "smoothing.svg", "clusters.svg", "debug.svg"} <= drawn
-    page = (STUDIES.parent / "quantile_balancing.md").read_text()
-    table = capsys.readouterr().out.split("\n\n")[1].strip()
-    assert table in page, "docs/quantile_balancing.md does not show the table of the committed results"
-
-
-def test_the_page_s_claim_is_in_the_committed_results() -> None:
-    start = json.loads((STUDIES / "results" / "simulation.json").read_text())["start"]
-    assert (start["experts"], start["top_k"]) == (896, 16)
-    for curve in start["max_violation"]["quantile"]:
-        assert curve[0] > 10
-        assert min(curve[:7]) < 0.25
-    assert all(value > 0.25 for curve in start["max_violation"]["sign 0.001"] for value in curve[:100])
