@@ -28,7 +28,7 @@ MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2
     [
         ({"seed": 9}, 0, True),
         ({"model.hidden_size": 256}, 0, True),
-        ({"model.moe.router.bins": 10}, 0, True),
+        ({"model.moe.router.quantile.bins": 10}, 0, True),
         ({"model.mtp.num_layers": 1}, 50, True),
         ({"data.pack_window_tokens": 1}, 0, True),
         ({"data.sources.code.path": "elsewhere"}, 50, False),
