@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "parallel": Kind.tunable,
     "optim": Kind.tunable,
     "optim.optimizer": Kind.identity,
+    "optim.muon.adamw": Kind.identity,
     # A checkpoint knows the hash of each text: where the text lies is free.
     "data.sources.*.path": Kind.tunable,
     "data.sources.*.min_document_tokens": Kind.source,

@@ -88,7 +88,7 @@ def test_every_setting_says_whether_it_may_change() -> None:
     assert [key for key in flattened() if kind_of(key) is None] == []
     assert [pattern for pattern in KINDS if not any(covers(pattern, key) for key in flattened())] == []
     assert kind_of("model.moe.top_k") is Kind.identity
-    assert kind_of("optim.optimizer") is Kind.identity
+    assert kind_of("optim.optimizer") is kind_of("optim.muon.adamw") is Kind.identity
     assert kind_of("curriculum.stages.any.mix.code") is Kind.stage
     assert kind_of("not.a.setting") is None
 
