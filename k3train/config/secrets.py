@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TextIO, cast
@@ -33,10 +33,15 @@ _ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@", re.IGNOREC
 
 def redact(text: str) -> str:
     """The text with every secret hidden."""
+    text = _ADDRESS.sub(rf"\1{HIDDEN}@", redact_values(text))
+    return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+
+
+def redact_values(text: str) -> str:
+    """The text with the secrets of the environment hidden."""
     for value in _values():
         text = text.replace(value, HIDDEN)
-    text = _ADDRESS.sub(rf"\1{HIDDEN}@", text)
-    return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+    return text
 
 
 def redact_data(value: Any) -> Any:
@@ -59,10 +64,14 @@ def variable_in(text: str) -> str | None:
 
 
 @contextmanager
-def redacted_output() -> Iterator[None]:
-    """Within it, secrets are hidden in all that this process prints: messages, warnings, tracebacks."""
+def redacted_output() -> Generator[None]:
+    """Within it, secrets are hidden in all that this process prints: messages, warnings, tracebacks.
+
+    On the standard output only those of the environment: what a model writes after a prompt is no message.
+    """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", _Redacting(stream)) for stream in before)
+    sys.stdout = cast("TextIO", _Redacting(sys.stdout, redact_values))
+    sys.stderr = cast("TextIO", _Redacting(sys.stderr, redact))
     try:
         yield
     except Exception:
@@ -76,17 +85,17 @@ def redacted_output() -> Iterator[None]:
 class _Redacting:
     """A text stream that hides secrets and is otherwise the one that it wraps."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, hide: Callable[[str], str]) -> None:
+        self._stream, self._hide = stream, hide
 
     def write(self, text: str) -> int:
         """Write ``text`` without its secrets."""
-        self._stream.write(redact(text))
+        self._stream.write(self._hide(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         """Write ``lines`` without their secrets."""
-        self._stream.writelines(redact(line) for line in lines)
+        self._stream.writelines(self._hide(line) for line in lines)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,13 +95,15 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with one checkpoint, a tokenizer and steps left."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("trained")
     run = make_run(folder)
     tokenizer = folder / "tokenizer.json"
     words = {f"w{number}": number for number in range(VOCAB - 1)}
-    Tokenizer(models.WordLevel({**words, "?": VOCAB - 1}, unk_token="?")).save(str(tokenizer))
+    counting: Any = Tokenizer(models.WordLevel({**words, "?": VOCAB - 1}, unk_token="?"))
+    counting.pre_tokenizer = pre_tokenizers.Whitespace()
+    counting.save(str(tokenizer))
     run.data.tokenizer = str(tokenizer)
     for manifest in (folder / "corpus").glob("*/manifest.json"):
         made_with = json.loads(manifest.read_text())
@@ -151,7 +154,7 @@ def test_the_same_commands_take_the_checkpoint_as_it_was(trained: Run, tmp_path:
     arguments = ["sample", str(tmp_path / "run"), "--prompt", "w5 w6", "--tokens", "1"]
     code, printed = command(k3train, arguments, tmp_path / "log")
     assert code == 0, printed
-    assert printed.startswith("w5 w6")
+    assert "w5 w6" in printed
 
 
 TARGETS: list[dict] = [
