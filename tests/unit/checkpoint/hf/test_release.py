@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from k3train.checkpoint.hf import stored
 from k3train.checkpoint.hf.config import to_config
 from k3train.checkpoint.hf.exporting import export_release
 from k3train.checkpoint.hf.importing import import_release
@@ -103,15 +104,15 @@ def refusal(tmp_path: Path, **how: Any) -> str:
 def test_packed_experts_are_unpacked_exactly(tmp_path: Path) -> None:
     tensors = make_release(tmp_path / "release", packed=True)
     import_release(tmp_path / "release", tmp_path / "out")
-    stored = StoredTensors(tmp_path / "out").read("layers.1.ffn.experts.down")
-    assert stored.dtype == torch.bfloat16
+    kept = StoredTensors(tmp_path / "out").read("layers.1.ffn.experts.down")
+    assert kept.dtype == torch.bfloat16
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     for expert in range(3):
         codes, scales = (tensors[f"{MOE}.experts.{expert}.w2.weight_{part}"] for part in ("packed", "scale"))
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()
         values = levels[pairs & 7] * torch.where(pairs < 8, 1.0, -1.0)
         values = values * (scales.float() - 127).exp2().repeat_interleave(32, 1)
-        assert torch.equal(stored[expert].T.float(), values)
+        assert torch.equal(kept[expert].T.float(), values)
 
 
 def test_every_kind_of_fault_is_named(tmp_path: Path) -> None:
@@ -156,8 +157,8 @@ def test_a_log_without_padding_is_read_too(tmp_path: Path, shape: tuple[int, ...
 
     tensors = make_release(tmp_path / "release", edit=cut)
     import_release(tmp_path / "release", tmp_path / "out")
-    stored = StoredTensors(tmp_path / "out").read("layers.0.attention.A_log")
-    assert torch.equal(stored, tensors["language_model.model.layers.0.self_attn.A_log"].flatten())
+    kept = StoredTensors(tmp_path / "out").read("layers.0.attention.A_log")
+    assert torch.equal(kept, tensors["language_model.model.layers.0.self_attn.A_log"].flatten())
 
 
 @pytest.mark.parametrize("part", ["weight_scale", "weight_packed"])
@@ -178,9 +179,9 @@ def test_a_tied_head_is_a_copy_of_the_embedding(tmp_path: Path) -> None:
 
     tensors = make_release(tmp_path / "release", edit=tie)
     assert import_release(tmp_path / "release", tmp_path / "out").tied
-    stored = StoredTensors(tmp_path / "out")
+    kept = StoredTensors(tmp_path / "out")
     for name in ("embedding.weight", "output_head.weight"):
-        assert torch.equal(stored.read(name), tensors["language_model.model.embed_tokens.weight"])
+        assert torch.equal(kept.read(name), tensors["language_model.model.embed_tokens.weight"])
 
 
 def test_the_image_encoder_is_left_out_on_demand_and_put_back(tmp_path: Path) -> None:
@@ -298,6 +299,7 @@ def _peaks(rank: int, folder: Path) -> tuple[float, float]:
     def export() -> Any:
         return export_release(folder / "checkpoint", folder / "release", shard_bytes=LAYER_BYTES)
 
+    stored.CHUNK_BYTES = LAYER_BYTES // 200  # as much smaller than a layer as it is for K3
     return peak(export), peak(lambda: import_release(folder / "release", folder / "back"))
 
 
