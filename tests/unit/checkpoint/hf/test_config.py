@@ -13,7 +13,19 @@ from k3train.checkpoint.hf.config import from_config, own_settings, to_config
 from k3train.checkpoint.hf.names import Layout
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.config.compose import compose
-from k3train.config.schema import AttnRes, Kda, Mla, Model, Moe, Mtp, Precision, Router, RouterRule, Situ
+from k3train.config.schema import (
+    AttnRes,
+    Kda,
+    Mla,
+    Model,
+    Moe,
+    Mtp,
+    Precision,
+    Quantile,
+    Router,
+    RouterRule,
+    Situ,
+)
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["KimiK3ForConditionalGeneration"],
@@ -120,7 +132,9 @@ STRANGE = Model(
     kda=Kda(decay_rank=7, dt_min=0.002, dt_max=0.3, norm_eps=2e-5, gate_lower_bound=-3.25),
     mla=Mla(norm_eps=1e-5),
     attn_res=AttnRes(block_layers=3),
-    moe=Moe(shared_ffn_size=48, latent_norm=False, router=Router(rule=RouterRule.none, bins=77)),
+    moe=Moe(
+        shared_ffn_size=48, latent_norm=False, router=Router(rule=RouterRule.none, quantile=Quantile(bins=77))
+    ),
     situ=Situ(gate_cap=3.5, up_cap=20.0),
     mtp=Mtp(num_layers=1, loss_weight=0.25),
 )
