@@ -44,7 +44,7 @@ class Trained:
     weights: dict[str, Tensor]
     """Before the first step."""
     balance: dict[int, dict[str, float]]
-    """What the first step's routers saw, by layer number; without the bias, which is rounded."""
+    """What the first step's routers saw, by layer number; without the new biases, which are rounded."""
     trained: dict[str, Tensor]
     """After the last step, selection biases included."""
 
@@ -107,7 +107,7 @@ def _train(rank: int, model, micros, weights, degrees, optim, steps: int) -> dic
         balance = update_biases(chunks, groups.tokens)
         if step == 0:
             for numbers in balance.values():
-                numbers.pop("bias_range")
+                del numbers["bias_range"], numbers["bias_drift"]
             result["balance"] = balance
     result["trained"] = _copied(chunks, groups)
     stop_groups()

@@ -62,7 +62,7 @@ LAYOUTS = [
 ]
 
 
-ALSO_ADAMW = ("pp2x2", "cp4", "tp2 cp2 ep2")
+ALSO_ADAMW = ("pp2x2", "cp4", "tp2 cp2 ep2 selective")
 """Layouts that train with AdamW on every parameter too."""
 
 
@@ -106,7 +106,7 @@ def test_layout_trains_as_one_rank(request, model, layout, optim):
 
 def test_routers_count_every_valid_token_once():
     valid = sum(int(micro.valid.sum()) for micro in MICROS)
-    balance = one_rank(6).balance
+    balance = one_rank(6, schema.Optimizer.muon).balance
     assert len(balance) == 6  # five decoder layers and MTP
     assert {numbers["tokens"] for numbers in balance.values()} == {valid}
 
