@@ -1,4 +1,4 @@
-"""Starts one node's ranks and meets the other nodes: torchrun, except that the ranks' exit code survives.
+"""Starts one node's ranks, meets the other nodes, and starts again after a failure: torchrun with our policy.
 
 torchrun ends with 1 whatever its ranks ended with, and 30 seconds after SIGTERM it kills them, saved or not.
 Here a signal makes the run's stop file, which the ranks look for, and exit code 75 ("stopped, start again")
@@ -8,17 +8,13 @@ reaches the batch script. launch/slurm.py renders the call; every node of the jo
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import LaunchConfig
 
-STOPPED = 75
+from k3train.train.supervisor import Policy, supervise
 
 
 def main(arguments: list[str]) -> int:
@@ -27,6 +23,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    parser.add_argument("--min-nodes", type=int, help="nodes with which it may go on; default: all")
     parser.add_argument("--ranks", type=int, required=True, help="ranks on this node")
     parser.add_argument(
         "--node", type=int, required=True, help="number of this node, from 0; 0 is the meeting point"
@@ -34,53 +31,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--endpoint", required=True, help="host:port where the nodes meet, on node 0")
     parser.add_argument("--id", required=True, help="a name that only this start of the job has")
     parser.add_argument("--stop-file", type=Path, required=True, help="file that asks the ranks to stop")
+    parser.add_argument("--max-restarts", type=int, default=0, help="failures in a row that are forgiven")
+    parser.add_argument("--restart-delay", type=float, default=1.0, help="seconds before the first restart")
+    parser.add_argument("--last-call", type=int, default=30, help="seconds to wait for more than --min-nodes")
     parser.add_argument("command", nargs="+", help="what each rank gives to Python, after --")
     options = parser.parse_args(arguments)
-
-    stop_on_signals(options.stop_file)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     config = LaunchConfig(
-        min_nodes=options.nodes,
+        min_nodes=min(options.min_nodes or options.nodes, options.nodes),
         max_nodes=options.nodes,
         nproc_per_node=options.ranks,
         run_id=options.id,
         rdzv_backend="c10d",
         rdzv_endpoint=options.endpoint,
-        rdzv_configs={"is_host": options.node == 0, "timeout": 900},
+        rdzv_configs={
+            "is_host": options.node == 0,
+            "timeout": 900,
+            "last_call_timeout": options.last_call,
+        },
         local_addr=os.environ.get("SLURMD_NODENAME"),
-        max_restarts=0,
-        start_method="spawn",
-        signals_to_handle="SIGQUIT",
     )
-    try:
-        elastic_launch(config, sys.executable)("-u", *options.command)
-    except ChildFailedError as failure:
-        return exit_code([child.exitcode for child in failure.failures.values()])
-    except KeyboardInterrupt:
-        return 1
-    return 0
-
-
-def stop_on_signals(stop_file: Path) -> None:
-    """Make SIGTERM and SIGINT ask the ranks to stop; a second one ends them at once."""
-    asked = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        stop_file.touch()
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-
-
-def exit_code(codes: list[int]) -> int:
-    """75 when every rank that failed says so, else the first other code of a rank's own, else 1 (killed)."""
-    if codes and all(code == STOPPED for code in codes):
-        return STOPPED
-    return next((code for code in codes if code > 0 and code != STOPPED), 1)
+    policy = Policy(
+        run_dir=options.stop_file.parent,
+        stop_file=options.stop_file,
+        max_restarts=options.max_restarts,
+        delay_seconds=options.restart_delay,
+    )
+    return supervise(config, sys.executable, "-u", *options.command, policy=policy)
 
 
 if __name__ == "__main__":

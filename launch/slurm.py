@@ -48,6 +48,9 @@ def render(run: Run, *, grace_seconds: int, extra: list[str], python: str, folde
         "threads": str(run.cluster.threads_per_rank),
         "ranks": str(run.cluster.ranks_per_node),
         "resolved": RESOLVED,
+        "srun_options": "--wait=0 --no-kill" if _may_lose_nodes(run.cluster) else "--wait=60",
+        "policy": f"--min-nodes {run.cluster.min_nodes or run.cluster.nodes} "
+        f"--max-restarts {run.cluster.max_restarts} --restart-delay {run.cluster.restart_delay_seconds:g}",
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], TEMPLATE.read_text())
 
@@ -67,6 +70,8 @@ def _options(run: Run, run_dir: Path, folder: Path, grace_seconds: int, extra: l
         "--requeue",
         f"--signal=B:USR1@{grace_seconds}",
     ]
+    if _may_lose_nodes(cluster):
+        options.append("--no-kill")
     if run.device is not Device.cpu:
         options.insert(4, f"--gpus-per-node={cluster.ranks_per_node}")
     if cluster.partition:
@@ -81,6 +86,11 @@ def _options(run: Run, run_dir: Path, folder: Path, grace_seconds: int, extra: l
 def _cores(cluster: Cluster) -> int:
     """Cores of one node's task: every rank's compute threads, and one a rank for assembling batches."""
     return cluster.ranks_per_node * (cluster.threads_per_rank + 1)
+
+
+def _may_lose_nodes(cluster: Cluster) -> bool:
+    """Whether the job is to outlive some of its nodes."""
+    return 0 < cluster.min_nodes < cluster.nodes
 
 
 def _refuse_odd_names(run: Run, folder: Path, extra: list[str]) -> None:

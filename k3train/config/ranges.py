@@ -165,6 +165,9 @@ RANGES: dict[str, Range] = {
     "cluster.ranks_per_node": Range(1, 1024),
     "cluster.threads_per_rank": Range(1, 1024),
     "cluster.collective_timeout_seconds": _ONE,
+    "cluster.min_nodes": Range(0, 1_000_000),
+    "cluster.max_restarts": _ZERO,
+    "cluster.restart_delay_seconds": _AT_LEAST_0,
     "cluster.time_limit_minutes": _ZERO,
     "cluster.stop_margin_seconds": _ZERO,
 }

@@ -304,6 +304,22 @@ def _layouts(run: Run) -> Problems:
         )
 
 
+def _fewer_nodes(run: Run) -> Problems:
+    """Every number of nodes that a run may go on with must be possible: which are lost is not ours to say."""
+    key, least, nodes = "cluster.min_nodes", run.cluster.min_nodes, run.cluster.nodes
+    if least > nodes:
+        rule, fix = f"must not be more than cluster.nodes = {nodes}", f"Use at most {nodes}, or 0"
+        yield ConfigProblem(key, least, rule, fix, "cluster.min-nodes", ("cluster.nodes",))
+    smaller = deepcopy(run)
+    for count in range(least or nodes, nodes):
+        smaller.cluster.nodes = count
+        for problem in (*_layouts(smaller), *_stage_sizes(smaller)):
+            rule = f"cannot be: with {count} nodes {problem.key} = {problem.value} {problem.rule}"
+            fix = f"Use {count + 1} or more, or 0 to need all nodes"
+            yield ConfigProblem(key, least, rule, fix, "cluster.min-nodes", (problem.key, *problem.also))
+            return
+
+
 def _stage_sizes(run: Run) -> Problems:
     for name, stage in run.curriculum.stages.items():
         yield from _stage_size(run, stage, stage_parallel(run.parallel, stage.parallel), name)
@@ -449,4 +465,5 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _stage_sizes,
     _hang_limits,
     _overrides,
+    _fewer_nodes,
 )

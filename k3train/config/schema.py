@@ -413,6 +413,12 @@ class Cluster:
     """Intra-op threads of a CPU rank."""
     collective_timeout_seconds: int = 600
     """A collective that waits longer than this ends the run."""
+    min_nodes: int = 0
+    """Nodes with which a run goes on when others are lost; 0 means that it needs all."""
+    max_restarts: int = 3
+    """Failures in a row, without a new checkpoint in between, after which ranks are started again."""
+    restart_delay_seconds: float = 1.0
+    """Wait before the first restart of such a row; it doubles with each, up to 300 seconds."""
     partition: str = ""
     """Slurm partition."""
     account: str = ""

@@ -39,7 +39,7 @@ def _main(resolved: Path) -> int:
         check_launcher()
         run = load_resolved(resolved)
         plan_from_environment()
-        _check_world(run, int(os.environ.get("WORLD_SIZE", "1")))
+        run.cluster.nodes = _nodes(run, int(os.environ.get("WORLD_SIZE", "1")))
         with claimed(run) if rank == "0" else contextlib.nullcontext():
             return _train(run)
     except Unavailable as error:
@@ -62,13 +62,21 @@ def _main(resolved: Path) -> int:
     return code
 
 
-def _check_world(run: Run, started: int) -> None:
+def _nodes(run: Run, started: int) -> int:
+    """Nodes that ``started`` ranks make: the run's, or fewer where it may go on without some.
+
+    Raises ConfigError for any other number of ranks.
+    """
     nodes, ranks = run.cluster.nodes, run.cluster.ranks_per_node
-    if started != nodes * ranks:
+    found, rest = divmod(started, ranks)
+    if rest or not (run.cluster.min_nodes or nodes) <= found <= nodes:
         rule = f"with cluster.nodes = {nodes} makes {nodes * ranks} ranks, but {started} were started"
         start = "k3train train" if nodes == 1 else "launch/slurm.py"
         fix = f"Start {nodes * ranks} (torchrun --nproc-per-node {ranks}), or change the run with {start}"
         raise ConfigError([ConfigProblem("cluster.ranks_per_node", ranks, rule, fix, "cluster.world")])
+    if found < nodes and os.environ.get("RANK", "0") == "0":
+        print(f"going on with {found} of {nodes} nodes, as cluster.min_nodes allows", file=sys.stderr)
+    return found
 
 
 def _train(run: Run) -> int:

@@ -1,52 +1,41 @@
-"""Starts the ranks of a run on this machine, through torch's elastic agent."""
+"""Starts the ranks of a run on this machine, and again after a failure."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.launcher.api import LaunchConfig
 
 from k3train.config.schema import Run
-from k3train.train.signals import (
-    EXIT_BAD_INPUT,
-    EXIT_DONE,
-    EXIT_ENVIRONMENT,
-    EXIT_STOPPED,
-    EXIT_UNEXPECTED,
-    STOP_FILE,
-)
+from k3train.faults import plan_from_environment
+from k3train.train.signals import END_TIME, STOP_FILE
+from k3train.train.supervisor import Policy, supervise
 
 
-def launch(run: Run, resolved: Path) -> int:
+def launch(
+    run: Run,
+    resolved: Path,
+    *,
+    forked: Callable[..., Any] | None = None,
+    arguments: tuple[Any, ...] = (),
+    logs: LogsSpecs | None = None,
+) -> int:
     """Run ``python -m k3train.train resolved`` on every rank of this machine; returns the run's exit code.
 
-    SIGINT and SIGTERM make the stop file, so that the ranks save and end by themselves: the agent's own
-    handling would kill them 30 seconds later whether they had saved or not. A second signal does just that.
+    With ``forked``, each rank is that function of ``arguments`` in a process forked from a warm server
+    instead; ``logs`` says where ranks' output goes. Raises BadInput for a fault plan that means nothing.
     """
+    plan_from_environment()
     stop_file = Path(run.dir) / STOP_FILE
     stop_file.unlink(missing_ok=True)
-    asked = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        print("stopping after this step; once more stops at once", file=sys.stderr, flush=True)
-        stop_file.touch()
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            # A rank that stops or fails says so itself; the agent's report adds only its own stack.
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if run.cluster.time_limit_minutes:  # from this start on, however often ranks are started again
+        os.environ[END_TIME] = str(int(time.time()) + 60 * run.cluster.time_limit_minutes)
     os.environ.setdefault("OMP_NUM_THREADS", str(run.cluster.threads_per_rank))
     # As `torchrun --standalone`: the agent's own store, on a port that the system picks while binding it.
     config = LaunchConfig(
@@ -57,32 +46,15 @@ def launch(run: Run, resolved: Path) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
-        start_method="spawn",
-        signals_to_handle="SIGQUIT",
+        start_method="forkserver" if forked else "spawn",
+        logs_specs=logs,
     )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", "k3train.train", str(resolved))
-    except ChildFailedError as failure:
-        return _exit_code(failure)
-    except KeyboardInterrupt:
-        return EXIT_UNEXPECTED
-    return EXIT_DONE
-
-
-def _exit_code(failure: ChildFailedError) -> int:
-    """The code that tells most: a rank's own code if it ended by itself, else 1."""
-    codes = [child.exitcode for child in failure.failures.values()]
-    if all(code == EXIT_STOPPED for code in codes):
-        return EXIT_STOPPED
-    own = [code for code in codes if code > 0 and code != EXIT_STOPPED]
-    if any(code in (EXIT_BAD_INPUT, EXIT_ENVIRONMENT) for code in own):
-        return own[0]  # the agent has ended the others
-    for rank, child in failure.failures.items():
-        if child.exitcode < 0:
-            name = signal.Signals(-child.exitcode).name
-            print(
-                f"rank {rank} was ended by {name}; start again to go on from the last checkpoint",
-                file=sys.stderr,
-            )
-    return own[0] if own else EXIT_UNEXPECTED
+    policy = Policy(
+        run_dir=Path(run.dir),
+        stop_file=stop_file,
+        max_restarts=run.cluster.max_restarts,
+        delay_seconds=run.cluster.restart_delay_seconds,
+    )
+    if forked is not None:
+        return supervise(config, forked, *arguments, policy=policy)
+    return supervise(config, sys.executable, "-u", "-m", "k3train.train", str(resolved), policy=policy)

@@ -62,6 +62,8 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "guards.hang_ceiling_seconds",
         "120 or more",
     ),
+    ("cluster.min-nodes", {"cluster.min_nodes": 2}, "cluster.min_nodes", "at most 1"),
+    ("cluster.min-nodes", {"cluster.nodes": 4, "cluster.min_nodes": 2}, "cluster.min_nodes", "Use 4 or more"),
     ("data.no-sources", {"data.sources": {}}, "data.sources", "data=tiny"),
     ("data.path", {"data.sources.code.path": ""}, "data.sources.code.path", "corpus folder"),
     ("data.path", {"data.heldout": {"a": " "}}, "data.heldout.a", "corpus folder"),
@@ -176,7 +178,8 @@ def test_rule_fires_once(id: str, changes: dict[str, Any], key: str, fix: str) -
 def test_every_rule_is_tested() -> None:
     folder = Path(rules_module.__file__).parent
     text = "".join((folder / name).read_text() for name in ("rules.py", "layout_rules.py"))
-    written = set(re.findall(r'"((?:run|model|optim|data|curriculum|stage|parallel|guards)\.[a-z-]+)"', text))
+    groups = "run|model|optim|data|curriculum|stage|parallel|guards|cluster"
+    written = set(re.findall(rf'"((?:{groups})\.[a-z-]+)"', text))
     written |= {f"parallel.{name}" for name in re.findall(r'\("([a-z-]+-e?tp)"', text)}
     keys = {key for key in written if follow(key) is not None}
     assert written - keys == {row[0] for row in BROKEN} - keys

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import node
 import pytest
 import slurm
 
@@ -63,6 +62,16 @@ def test_the_directives_say_what_the_cluster_settings_say() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+def test_a_job_that_may_lose_nodes_outlives_them_and_nodes_know_the_policy() -> None:
+    text = render(run_of(nodes=4, min_nodes=3, max_restarts=5, restart_delay_seconds=0.5), Path("/w"))
+    assert "--no-kill" in directives(text)
+    assert "srun --wait=0 --no-kill bash" in text
+    assert "--min-nodes 3 --max-restarts 5 --restart-delay 0.5" in text
+    text = render(run_of(nodes=4), Path("/w"))
+    assert "--no-kill" not in text
+    assert "--min-nodes 4 --max-restarts 3" in text
+
+
 def test_a_cpu_run_asks_for_no_gpu_and_unset_settings_for_nothing() -> None:
     run = run_of()
     run.device = Device.cpu
@@ -87,6 +96,8 @@ def test_an_option_that_holds_a_password_is_refused_without_repeating_it() -> No
 
 
 # ------------------------------------------------------------------------------- a Slurm for one machine
+
+ROOT = Path(__file__).parents[2]
 
 # Trains until the stop file is there, and saves a checkpoint on the way out, as ranks do.
 TRAINING = """
@@ -125,6 +136,7 @@ class FakeSlurm:
             (self.bin / name).chmod(0o755)
         package = self.folder / "k3train"
         package.mkdir()
+        (package / "__init__.py").touch()
         (package / "train.py").write_text(TRAINING)
         (self.run_dir / "run.yaml").write_text("name: long run\n")
         run = run_of(nodes=nodes, ranks_per_node=1, threads_per_rank=3)
@@ -137,7 +149,7 @@ class FakeSlurm:
         (self.run_dir / "what").write_text(what)
         environment = os.environ | {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
-            "PYTHONPATH": str(self.folder),
+            "PYTHONPATH": str(ROOT),  # for node.py; ranks find the stand-in first, in their own folder
             "SLURM_LOG": str(self.log),
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_JOB_NODELIST": "localhost",
@@ -287,10 +299,3 @@ def test_printing_writes_nothing(
     assert not (cluster.folder / "runs/one").exists()
     assert slurm.main(["experiment=debug", "nam=one"]) == 2
     assert "Did you mean name" in capsys.readouterr().err
-
-
-def test_the_exit_code_of_a_node() -> None:
-    assert node.exit_code([75, 75]) == 75
-    assert node.exit_code([75, 2, -15]) == 2
-    assert node.exit_code([75, -9]) == 1
-    assert node.exit_code([-9]) == 1

@@ -1,0 +1,125 @@
+"""The supervisor with real processes: what it starts again, how often, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig
+
+from k3train.train.supervisor import EVENTS, Policy, describe, exit_code, supervise
+from tests.ranks import run_ranks
+
+PROGRAM = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+rank, start = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with open(folder / "lives", "a") as file:
+    file.write(f"{start} {rank}\\n")
+what = (folder / "what").read_text().split()
+what = what[min(start, len(what) - 1)]
+if what == "deaf":  # as a rank that waits in a collective for the dead one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / "deaf").touch()
+    while rank == "1":
+        time.sleep(60)
+    while not (folder / "deaf").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "kill" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "save" and rank == "0":
+    (folder / "checkpoints" / f"step_{start + 1:08d}").mkdir(parents=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(what) if what.isdigit() and rank == "1" else 0)
+"""
+
+
+def _supervise(_: int, folder: Path, what: str, restarts: int) -> tuple[int, list[dict[str, Any]], float]:
+    folder.mkdir()
+    (folder / "what").write_text(what)
+    (folder / "program.py").write_text(PROGRAM)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="test",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+    )
+    policy = Policy(run_dir=folder, stop_file=folder / "STOP", max_restarts=restarts, delay_seconds=0.2)
+    began = time.monotonic()
+    code = supervise(config, sys.executable, str(folder / "program.py"), str(folder), policy=policy)
+    events = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
+    return code, events, time.monotonic() - began
+
+
+def outcome(folder: Path, what: str, restarts: int = 2) -> tuple[int, int, list[dict[str, Any]]]:
+    """Exit code, number of starts, failures, when rank 1 (or 0) ends as ``what`` says, start after start."""
+    ((code, events, _),) = run_ranks(1, _supervise, folder, what, restarts)
+    starts = [event["start"] for event in events if event["event"] == "started"]
+    assert starts == list(range(len(starts)))
+    return code, len(starts), [event for event in events if event["event"] == "failed"]
+
+
+def test_a_killed_rank_is_started_again_with_all_others_after_a_wait_that_doubles(tmp_path: Path) -> None:
+    code, starts, failures = outcome(tmp_path / "a", "kill kill 0")
+    assert (code, starts) == (0, 3)
+    assert [failure["ranks"] for failure in failures] == [{"1": -9}, {"1": -9}]
+    lives = (tmp_path / "a" / "lives").read_text().split("\n")
+    assert {"0 1", "1 1", "2 0", "2 1"} <= set(lives)
+
+
+def test_failures_in_a_row_are_limited_and_a_new_checkpoint_ends_a_row(tmp_path: Path) -> None:
+    code, starts, failures = outcome(tmp_path / "a", "kill")
+    assert (code, starts) == (1, 3)
+    assert [failure["restarts"] for failure in failures] == [True, True, False]
+    code, starts, failures = outcome(tmp_path / "b", "save save save save 0", restarts=1)
+    assert (code, starts) == (0, 5)
+    assert [failure["newest_checkpoint"] for failure in failures] == [1, 2, 3, 4]
+
+
+def test_bad_input_environment_and_stop_are_never_started_again(tmp_path: Path) -> None:
+    for code in (2, 3, 75):
+        assert outcome(tmp_path / str(code), str(code))[:2] == (code, 1)
+    assert outcome(tmp_path / "other", "1 2", restarts=9)[:2] == (2, 2)
+
+
+def test_a_survivor_that_waits_for_the_dead_rank_is_killed_after_a_short_grace(tmp_path: Path) -> None:
+    code, starts, failures = outcome(tmp_path / "a", "deaf 0")
+    assert (code, starts) == (0, 2)
+    assert failures[0]["ranks"] == {"0": -9}
+
+
+def test_a_node_whose_gpu_needs_a_reset_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """nvidia-resiliency-ext's answer needs a broken GPU, so it is given here."""
+    health: Any = ModuleType("nvidia_resiliency_ext.shared_utils.health_check")
+    health.GPUHealthCheck = type("GPUHealthCheck", (), {"enabled": True, "__call__": lambda self: False})
+    for name in ("nvidia_resiliency_ext", "nvidia_resiliency_ext.shared_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, health.__name__, health)
+    code, starts, failures = outcome(tmp_path / "a", "kill 0")
+    assert (code, starts, failures[0]["restarts"]) == (1, 1, False)
+    assert (
+        "rank 1 was ended by SIGKILL; this node is not used again: a GPU needs a reset"
+        in capfd.readouterr().err
+    )
+
+
+def test_the_code_and_the_words_that_tell_most() -> None:
+    assert exit_code([75, 75]) == 75
+    assert exit_code([75, 2, -15]) == 2
+    assert exit_code([1, 3]) == 3
+    assert exit_code([75, -9]) == 1
+    assert exit_code([-9]) == 1
+    assert describe({0: 1, 1: -9, 2: 1}) == "rank 1 was ended by SIGKILL"
+    assert describe({0: 1, 2: 7}) == "rank 0 ended with 1, rank 2 ended with 7"
+    assert describe({}) == "a rank failed"
