@@ -128,7 +128,7 @@ class _Plan:
     def __init__(self, faults: list[Fault], log: Path | None) -> None:
         rank = int(os.environ.get("RANK", "0"))
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        self._log, self._rank = log, rank
+        self._log, self._rank, self._restart = log, rank, restart
         self._step = 0
         self._last = ""
         self._faults = [f for f in faults if f.rank in (None, rank) and f.restart in (None, restart)]
@@ -180,6 +180,7 @@ class _Plan:
             "step": self._step,
             "last": self._last,
             "tensor": tensor,
+            "restart": self._restart,
             "pid": os.getpid(),
             "monotonic": time.monotonic(),
         }

@@ -1,0 +1,8 @@
+"""Every row of the fault matrix that can be played on a CPU, in the order of its numbers."""
+
+from __future__ import annotations
+
+from k3train.drill.silent import SILENT
+from k3train.drill.stopping import STOPPING
+
+ROWS = tuple(sorted((*STOPPING, *SILENT), key=lambda row: int(row.matrix)))
