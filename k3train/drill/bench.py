@@ -71,6 +71,10 @@ class Trained:
         wrong = sum(each not in steps for each in self.losses) + sum(e not in evals for e in self.evals)
         return wrong + len(steps - set(self.losses)) + len(evals - set(self.evals))
 
+    def named(self, event: str) -> list[dict[str, Any]]:
+        """Events of this name."""
+        return [each for each in self.events if each["event"] == event]
+
     def lost_checkpoints(self) -> int:
         """Starts that went on from an older checkpoint than the newest announced one."""
         return sum(went_on < announced for announced, _, went_on in self.starts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from k3train.drill.saving import SAVING
 from k3train.drill.silent import SILENT
 from k3train.drill.stopping import STOPPING
 
-ROWS = tuple(sorted((*STOPPING, *SILENT), key=lambda row: int(row.matrix)))
+ROWS = tuple(sorted((*STOPPING, *SAVING, *SILENT), key=lambda row: int(row.matrix)))
