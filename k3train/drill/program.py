@@ -139,5 +139,6 @@ def _as_json(played: list[tuple[Row, Seen, float]], result: Storm | None, seed: 
     return {
         "seed": seed,
         "rows": [{"name": row.name, "seconds": seconds, **asdict(seen)} for row, seen, seconds in played],
-        "kills": asdict(result) if result else None,
+        # asdict would make a Counter of a Counter's items
+        "kills": {**asdict(result), "kills": dict(result.kills)} if result else None,
     }
