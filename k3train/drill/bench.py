@@ -65,11 +65,15 @@ class Trained:
     """Of each attempt after the first: newest checkpoint announced, last step before, where it went on."""
     events: list[dict[str, Any]]
 
-    def differ_from(self, golden: Trained) -> int:
-        """Steps and evaluations that are not in the golden run exactly so, and those that are missing."""
+    def differ_from(self, golden: Trained, *, stopped: bool = False) -> int:
+        """Steps and evaluations that are not in the golden run exactly so, and those that are missing.
+
+        A run that was ``stopped`` may have given an evaluation up for it.
+        """
         steps, evals = set(golden.losses), set(golden.evals)
         wrong = sum(each not in steps for each in self.losses) + sum(e not in evals for e in self.evals)
-        return wrong + len(steps - set(self.losses)) + len(evals - set(self.evals))
+        missing = set() if stopped else evals - set(self.evals)
+        return wrong + len(steps - set(self.losses)) + len(missing)
 
     def named(self, event: str) -> list[dict[str, Any]]:
         """Events of this name."""

@@ -104,7 +104,7 @@ def sigterm(bench: Bench) -> Seen:
 
 def _stopped(bench: Bench, run: Run, codes: list[int], expected: list[int]) -> Seen:
     trained = read_trained(run)
-    differ, lost = trained.differ_from(bench.expected(TWO)), trained.lost_steps()
+    differ, lost = trained.differ_from(bench.expected(TWO), stopped=True), trained.lost_steps()
     return Seen(
         as_expected=codes == expected and not differ and lost == 0,
         words=f"codes {' '.join(map(str, codes))}, {differ} losses differ",
