@@ -16,10 +16,11 @@ from tests.train.runs import losses, make_run, records, train_rank, train_run
 
 def _stopped_while_evaluating_and_while_saving(rank: int, run: Run) -> list[int]:
     """Two starts; a real SIGUSR1 arrives at one rank in the middle of an evaluation, then of a save."""
-    from k3train.train import evaluate, loop
+    from k3train.train import evaluate
+    from k3train.train.saving import Saver
 
     sent: list[int] = []
-    measure, save = evaluate._heldout_loss, loop.save
+    measure, save = evaluate._heldout_loss, Saver.save
 
     def usr1(at: int, step: int) -> None:
         if rank == 1 and step == at and at not in sent:
@@ -30,11 +31,11 @@ def _stopped_while_evaluating_and_while_saving(rank: int, run: Run) -> list[int]
         usr1(6, 6 if (Path(run.dir) / "checkpoints" / "step_00000004").exists() else 0)
         return measure(*arguments)
 
-    def saved(setup, progress, **settings):
+    def saved(saver, setup, progress, **how):
         usr1(8, progress.step)
-        return save(setup, progress, **settings)
+        return save(saver, setup, progress, **how)
 
-    evaluate._heldout_loss, loop.save = measured, saved
+    evaluate._heldout_loss, Saver.save = measured, saved
     return [train_rank(rank, run), train_rank(rank, run)]
 
 
