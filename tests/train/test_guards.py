@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 from tests.train.runs import losses, make_run, records, train_rank
 
 STEPS = 14
+KINDS = ("nonfinite", "spike", "replay", "damage", "replicas")
 
 
 def guarded_run(folder: Path, name: str = "run", *, every_steps: int = 0, **guards: Any) -> Run:
@@ -73,7 +74,7 @@ def _state(setup) -> list[int]:
 
 def found(run: Run) -> dict[int, dict[str, Any]]:
     """Findings by the number of their step."""
-    events = [e for e in records(run, "event") if e["event"] in ("nonfinite", "spike", "replay")]
+    events = [e for e in records(run, "event") if e["event"] in KINDS]
     return {event["step"]: event["detail"] for event in events}
 
 
