@@ -130,6 +130,9 @@ def lost_node(bench: Bench) -> Seen:
         return Seen(as_expected=False, words="launch/node.py is part of a checkout, which this is not")
     run = bench.new_run(THREE, restarts=3)
     run.cluster = replace(run.cluster, nodes=2, ranks_per_node=1, min_nodes=1)
+    run.curriculum.stages = {
+        name: replace(stage, micro_batch_sequences=1) for name, stage in run.curriculum.stages.items()
+    }
     folder = Path(run.dir)
     folder.mkdir()
     save_resolved(run, folder / "run.yaml")
