@@ -56,6 +56,8 @@ class Kind(StrEnum):
     """OSError "No space left on device" is raised."""
 
 
+_FOR_EVER_SECONDS = 1e8
+"""Longer than any run; time.sleep refuses the largest number that it could hold."""
 _ON_TENSORS = (Kind.flip, Kind.nan, Kind.scale)
 
 TENSOR_POINTS: dict[str, str] = {
@@ -161,7 +163,7 @@ class _Plan:
                 raise InjectedFault(f"injected at {fault.point}")
             case Kind.hang | Kind.slow:
                 self._tell(fault)
-                time.sleep(fault.seconds if fault.seconds is not None else threading.TIMEOUT_MAX)
+                time.sleep(fault.seconds if fault.seconds is not None else _FOR_EVER_SECONDS)
             case Kind.enospc:
                 self._tell(fault)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"injected at {fault.point}")

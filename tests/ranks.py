@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch's optimizers import it at first use, which every rank would pay for
 
 from k3train.backend import start
 from k3train.config.schema import Device

@@ -68,8 +68,8 @@ def train(run: Run, device: torch.device) -> int:
                 return EXIT_STOPPED
         report.finished(progress)
     finally:
-        watch.close()
         saver.close()
+        watch.close()
         report.close()
         stop.restore()
     return EXIT_DONE
@@ -118,9 +118,10 @@ def train_stage(
                 watch.enter("evaluation", progress.step)
                 stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
             if ended or stopping or is_due(progress.step, run.checkpoint.every_steps):
-                watch.enter("save", progress.step)
+                how = saver.save_now if ended or stopping else saver.save
+                beside = how == saver.save and run.checkpoint.asynchronous
+                watch.enter("start of a save" if beside else "save", progress.step)
                 with stop.pause():
-                    how = saver.save_now if ended or stopping else saver.save
                     path = how(setup, progress, milestone=ended)
                 if ended:
                     report.stage_ended(setup, progress)
