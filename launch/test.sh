@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Checks everything: lint, format, types, import direction, tests. Arguments go to pytest: ./launch/test.sh -k router
+# runs some of the tests, -m slow the long ones that are left out otherwise, -m "" all.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 prepare_environment

@@ -62,7 +62,10 @@ LAYOUTS = [
 ]
 
 
-ALSO_ADAMW = ("pp2x2", "cp4", "tp2 cp2 ep2 selective")
+SLOW = ("pp2x2 split 1-3-1-1 recompute", "pp2x3 kda full, rest selective", "tp2 cp4 ep4", "tp2 pp2x2 cp2 ep2")
+"""Layouts whose parts others cover; they run with ``-m slow``."""
+
+ALSO_ADAMW = ("pp2x2", "tp2 cp2 ep2 selective")
 """Layouts that train with AdamW on every parameter too."""
 
 
@@ -75,7 +78,10 @@ def one_rank(num_layers: int, optimizer: schema.Optimizer) -> Trained:
 @pytest.mark.parametrize(
     ("model", "layout", "optim"),
     [
-        *(pytest.param(m, d, MUON, id=name) for name, m, d in LAYOUTS),
+        *(
+            pytest.param(m, d, MUON, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+            for name, m, d in LAYOUTS
+        ),
         *(pytest.param(m, d, ADAMW, id=f"{name} adamw") for name, m, d in LAYOUTS if name in ALSO_ADAMW),
     ],
 )

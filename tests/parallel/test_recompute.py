@@ -82,6 +82,7 @@ def test_no_policy_changes_a_number(name: str, one_rank: dict[str, dict[str, Any
     _same(name, one_rank)
 
 
+@pytest.mark.slow
 def test_no_policy_changes_a_number_on_four_ranks() -> None:
     names = ["none", "selective", "full", "full but moe"]
     for found in run_ranks(4, _policies, {"tp": 2, "cp": 2, "ep": 2}, names, timeout=100):

@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from k3train.config.schema import Run
 from k3train.monitor.metrics_file import METRICS
 from tests.ranks import RanksFailed, run_ranks
@@ -78,6 +80,7 @@ def _train_until_asked(rank: int, run: Run) -> int:
     return train_rank(rank, run)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_saves_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
     golden = make_run(tmp_path, ranks=2, dir=str(tmp_path / "golden"))
     train_run(golden)
