@@ -21,4 +21,5 @@ check "pyright" "mend the types above" "$PY" -m pyright --pythonpath "$PY"
 check "import direction" "move the import named above; the layers are in pyproject.toml" \
   "$PY" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 printf '\n== pytest\n'
-exec "$PY" -m pytest "$@"
+# Two files of tests at a time: many tests keep one core busy only.
+exec "$PY" -m pytest -n 2 --dist loadfile "$@"
