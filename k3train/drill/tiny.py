@@ -58,10 +58,13 @@ LAYOUTS = {
 }
 
 
-def make_corpus(folder: Path, *, documents: int, seed: int) -> None:
-    """Documents that count upwards with a random start and stride, so that there is something to learn."""
+def make_corpus(folder: Path, *, documents: int, seed: int, below_tokens: int = 100) -> None:
+    """Documents of 3 to ``below_tokens`` - 1 tokens, counting upwards with a random start and stride.
+
+    There is something to learn: two tokens tell the rest.
+    """
     random = np.random.default_rng(seed)
-    lengths = random.integers(3, 100, documents)
+    lengths = random.integers(3, below_tokens, documents)
     strides = random.integers(1, 5, documents)
     starts = random.integers(0, VOCAB, documents)
     write_corpus(

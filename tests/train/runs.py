@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from k3train.config.schema import (
@@ -25,31 +25,12 @@ from k3train.config.schema import (
     Stage,
     StageParallel,
 )
-from k3train.data.corpus import write_corpus
+from k3train.drill import tiny
+from k3train.drill.tiny import VOCAB
 from k3train.monitor.metrics_file import METRICS
 from tests.ranks import run_ranks
 
-VOCAB = 64
-
-
-def make_corpus(folder: Path, *, documents: int, seed: int) -> None:
-    """Documents that count upwards with a random start and stride, so that two tokens tell the rest."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 200, documents)
-    strides = rng.integers(1, 5, documents)
-    starts = rng.integers(0, VOCAB, documents)
-    write_corpus(
-        folder,
-        (
-            3 + (start + stride * np.arange(length)) % (VOCAB - 3)
-            for length, stride, start in zip(lengths, strides, starts, strict=True)
-        ),
-        tokenizer_sha256="made up",
-        vocab_size=VOCAB,
-        special={"pad": 0, "bos": 1, "eod": 2},
-        licences={"made up": "CC0"},
-        command="test",
-    )
+make_corpus = partial(tiny.make_corpus, below_tokens=200)
 
 
 def small_model() -> Model:
