@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,9 +47,9 @@ SMALL = [
     "moe.latent_size=32",
 ]
 LAYOUTS = {
+    "ep2": Parallel(ep=2),
     "tp2": Parallel(tp=2),
     "pp2 (vpp2)": Parallel(pp=2, vp=2),
-    "ep2": Parallel(ep=2),
     "cp2": Parallel(cp=2),
     "dp2": Parallel(),
 }
@@ -190,7 +191,9 @@ def compare(small: bool, seconds: float) -> None:
     path = Path(tempfile.gettempdir(), f"one_gpu_{os.environ['MASTER_PORT']}.pt")
     if rank == 0:
         path.unlink(missing_ok=True)
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        # A store of its own: what one process leaves in torchrun's would be read as the two ranks' own.
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": free_port()}
+        alone["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         command = [sys.executable, "-m", "tests.gpu.run_parallel", "--one", str(path)]
         subprocess.run(
             command + ["--small"] * small, env={**os.environ, **alone}, check=True, timeout=seconds / 2
@@ -217,6 +220,8 @@ def compare(small: bool, seconds: float) -> None:
             else:
                 got = train(model, parallel, tokens_of(model, n, MICROS), steps, device, held)
                 rows.append(row(name, got, one))
+            if rank == 0:
+                print(rows[-1], flush=True)
     except Exception:
         # The other rank waits in some collective: nothing more can be measured, but what was is printed.
         failed = True
@@ -227,6 +232,13 @@ def compare(small: bool, seconds: float) -> None:
         print("\n".join(rows))
         sys.stdout.flush()
     end_process(int(failed))
+
+
+def free_port() -> str:
+    """A port nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 def agreed(mine: bool, device: torch.device) -> bool:
