@@ -3,7 +3,8 @@
     python launch/sweep.py experiment=debug optim.weight_decay=0.05,0.1 seed=1,2
 
 Each point is a run of its own: own folder <dir>-sweep/<point>, own processes, own checkpoints. Points run one
-after another on this machine, or with --slurm as one job each. The same command again goes on where it was.
+after another on this machine, or --jobs at a time, or with --slurm as one job each. The same command again
+goes on where it was.
 Commas in quotes, brackets and braces belong to the value.
 """
 
@@ -16,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -98,16 +100,31 @@ def points(overrides: list[str], config_dir: str | None) -> list[Point]:
     return found
 
 
-def run_here(sweep: list[Point], config_dir: str | None) -> int:
-    """Train the points one after another; a point that fails does not keep the others from running."""
+def run_here(sweep: list[Point], config_dir: str | None, jobs: int) -> int:
+    """Train the points, ``jobs`` at a time; a point that fails does not keep the others from running."""
     codes: dict[str, int] = {}
-    for number, point in enumerate(sweep, 1):
-        print(f"== {number}/{len(sweep)} {point.name} in {point.run.dir}", flush=True)
-        more = ["--config-dir", config_dir] if config_dir else []
-        codes[point.name] = run_one([sys.executable, "-m", "k3train", "train", *point.overrides, *more])
-        if codes[point.name] == STOPPED:
-            print("stopped; the same command again goes on here")
-            return STOPPED
+    running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in running.values():
+            process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        waiting = list(enumerate(sweep, 1))
+        while running or (waiting and STOPPED not in codes.values()):
+            while waiting and len(running) < jobs and STOPPED not in codes.values():
+                number, point = waiting.pop(0)
+                output = Path(f"{point.run.dir}.log") if jobs > 1 else None
+                print(f"== {number}/{len(sweep)} {point.name} in {output or point.run.dir}", flush=True)
+                running[point.name] = start(point, config_dir, output)
+            codes.update(ended(running))
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if STOPPED in codes.values():
+        print("stopped; the same command again goes on here")
+        return STOPPED
     print("== summary")
     for point in sweep:
         code = codes[point.name]
@@ -115,20 +132,26 @@ def run_here(sweep: list[Point], config_dir: str | None) -> int:
     return max(codes.values())
 
 
-def run_one(command: list[str]) -> int:
-    """Run a command in its own session, so that a signal reaches it once, from here; returns its code."""
-    process = subprocess.Popen(command, start_new_session=True)
+def start(point: Point, config_dir: str | None, output: Path | None) -> subprocess.Popen[bytes]:
+    """Train in a session of its own, so that a signal reaches it once, from here; prints into ``output``."""
+    more = ["--config-dir", config_dir] if config_dir else []
+    command = [sys.executable, "-m", "k3train", "train", *point.overrides, *more]
+    if output is None:
+        return subprocess.Popen(command, start_new_session=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("ab") as log:
+        return subprocess.Popen(command, start_new_session=True, stdout=log, stderr=subprocess.STDOUT)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+def ended(running: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
+    """Wait until at least one process has ended, take those out of ``running`` and return their codes."""
+    while True:
+        codes = {name: code for name, process in running.items() if (code := process.poll()) is not None}
+        if codes:
+            for name in codes:
+                del running[name]
+            return {name: code if code >= 0 else 128 - code for name, code in codes.items()}
+        time.sleep(0.1)
 
 
 def submit(sweep: list[Point], options: argparse.Namespace) -> int:
@@ -156,18 +179,25 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("overrides", nargs="+", metavar="key=value[,value...]")
     parser.add_argument("--list", action="store_true", help="print the points and their folders only")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="points at a time on this machine; each then prints to <dir>.log"
+    )
     parser.add_argument("--slurm", action="store_true", help="print one Slurm job per point")
     parser.add_argument("--submit", action="store_true", help="with --slurm: submit them")
     slurm.add_options(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.submit and not options.slurm:
         parser.error("--submit needs --slurm")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least 1 point at a time")
+    if options.slurm and options.jobs > 1:
+        parser.error("--jobs is for this machine; with --slurm the queue decides")
     try:
         sweep = points(options.overrides, options.config_dir)
         if options.list:
             print("\n".join(f"{point.run.dir}  {' '.join(point.overrides)}" for point in sweep))
             return 0
-        return submit(sweep, options) if options.slurm else run_here(sweep, options.config_dir)
+        return submit(sweep, options) if options.slurm else run_here(sweep, options.config_dir, options.jobs)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Routers alone, on made-up scores: how each balancing rule moves the bias, step by step.
 
-    python docs/studies/simulate_routers.py [--only SECTION,...] [--out FILE]
+    python docs/studies/simulate_routers.py [--only SECTION,...] [--device cuda] [--out FILE]
 
 Every rule is the package's own (k3train/router). A token is a Gaussian vector x, its logit for expert j is
 w_j . x + o_j; the offsets o_j make the start strongly skewed, and a step is one batch of fresh tokens. No
@@ -37,10 +37,15 @@ Batches = Iterator[Tensor]
 class World:
     """Experts' weights and offsets; draws batches of logits."""
 
-    def __init__(self, experts: int, seed: int, skew: float = 1.0) -> None:
-        self.g = torch.Generator().manual_seed(seed)
-        self.weight = torch.randn(experts, WIDTH, generator=self.g) / math.sqrt(WIDTH)
-        self.offset = skew * torch.randn(experts, generator=self.g) - 1.0
+    def __init__(self, experts: int, seed: int, device: str = "cpu", skew: float = 1.0) -> None:
+        self.device = device
+        self.g = torch.Generator(device).manual_seed(seed)
+        self.weight = self.randn(experts, WIDTH) / math.sqrt(WIDTH)
+        self.offset = skew * self.randn(experts) - 1.0
+
+    def randn(self, *shape: int) -> Tensor:
+        """Of this world's own generator."""
+        return torch.randn(*shape, generator=self.g, device=self.device)
 
     def logits(self, x: Tensor) -> Tensor:
         """[tokens, WIDTH] -> [tokens, experts]"""
@@ -49,25 +54,25 @@ class World:
     def independent(self, tokens: int) -> Batches:
         """Fresh Gaussian tokens for ever."""
         while True:
-            yield self.logits(torch.randn(tokens, WIDTH, generator=self.g))
+            yield self.logits(self.randn(tokens, WIDTH))
 
     def shifting(self, tokens: int, every: int, size: float) -> Batches:
         """Two domains, whose means lie ``size`` apart, in turns of ``every`` batches."""
-        mean = torch.randn(WIDTH, generator=self.g)
+        mean = self.randn(WIDTH)
         mean *= size / 2 / mean.norm()
         step = 0
         while True:
             side = 1 if step // every % 2 else -1
-            yield self.logits(torch.randn(tokens, WIDTH, generator=self.g) + side * mean)
+            yield self.logits(self.randn(tokens, WIDTH) + side * mean)
             step += 1
 
     def clustered(self, tokens: int, clusters: int, spread: float) -> Batches:
         """Tokens around ``clusters`` centres of Zipf frequency; with spread 0 they are copies of them."""
-        centres = torch.randn(clusters, WIDTH, generator=self.g)
-        weights = 1 / torch.arange(1, clusters + 1)
+        centres = self.randn(clusters, WIDTH)
+        weights = 1 / torch.arange(1, clusters + 1, device=self.device)
         while True:
             which = torch.multinomial(weights, tokens, replacement=True, generator=self.g)
-            yield self.logits(centres[which] + spread * torch.randn(tokens, WIDTH, generator=self.g))
+            yield self.logits(centres[which] + spread * self.randn(tokens, WIDTH))
 
 
 def simulate(
@@ -85,8 +90,9 @@ def simulate(
     rule = bias = loads = None
     for _, logits in zip(range(steps), batches, strict=False):
         if rule is None or bias is None or loads is None:
-            rule = make_rule(router, logits.shape[1], top_k)
-            bias, loads = torch.zeros(logits.shape[1]), torch.zeros(logits.shape[1]).long()
+            rule = make_rule(router, logits.shape[1], top_k).to(logits.device)
+            bias = logits.new_zeros(logits.shape[1])
+            loads = bias.long()
         bounds = rule.bounds(bias)
         look = Audit(top_k) if audit else None
         for part in logits.chunk(micro_batches):
@@ -129,20 +135,25 @@ def floor(tokens: int, experts: int, top_k: int, draws: int = 200) -> float:
     return float((loads.amax(-1) / mean - 1).mean())
 
 
-def start(seeds: list[int]) -> dict[str, Any]:
-    """896 experts, top-16, 512 tokens an expert and step, from a strongly skewed start."""
-    experts, top_k, tokens = 896, 16, 28_672
+def setting(experts: int, top_k: int, tokens: int) -> dict[str, Any]:
+    """What a section's numbers were found with."""
+    return {"experts": experts, "top_k": top_k, "tokens": tokens, "floor": floor(tokens, experts, top_k)}
+
+
+def start(seeds: list[int], device: str) -> dict[str, Any]:
+    """896 experts, top-16, 1,024 tokens an expert and step, from a strongly skewed start."""
+    experts, top_k, tokens = 896, 16, 57_344
     rules = {
         "quantile": (router(), 8),
         "quantile_exact": (router(Rule.quantile_exact), 6),
-        "sign 0.001": (router(Rule.sign), 150),
+        "sign 0.001": (router(Rule.sign), 400),
     }
     curves: dict[str, list[list[float]]] = {}
     for name, (settings, steps) in rules.items():
         # What takes long on a CPU is followed for one seed only; seeds differ little.
-        for seed in seeds if name == "quantile" else seeds[:1]:
+        for seed in seeds if name == "quantile" or device != "cpu" else seeds[:1]:
             run = simulate(
-                World(experts, seed).independent(tokens),
+                World(experts, seed, device).independent(tokens),
                 settings,
                 top_k,
                 steps,
@@ -150,36 +161,24 @@ def start(seeds: list[int]) -> dict[str, Any]:
             )
             curves.setdefault(name, []).append([row["max_violation"] for row in run])
             print(name, seed, len(run), [round(v, 3) for v in curves[name][-1][:10]], flush=True)
-    return {
-        "experts": experts,
-        "top_k": top_k,
-        "tokens": tokens,
-        "floor": floor(tokens, experts, top_k),
-        "max_violation": curves,
-    }
+    return {**setting(experts, top_k, tokens), "max_violation": curves}
 
 
-def bins(seeds: list[int]) -> dict[str, Any]:
+def bins(seeds: list[int], device: str) -> dict[str, Any]:
     """Balance that is reached and error against the exact quantile, by number of bins."""
     experts, top_k, tokens, settle, measure = 128, 8, 8192, 5, 3
     rows = {}
     for count in (64, 128, 256, 512, 1000, 2048, 4096):
         found = []
         for seed in seeds:
-            batches = World(experts, seed).independent(tokens)
+            batches = World(experts, seed, device).independent(tokens)
             found += simulate(batches, router(bins=count), top_k, settle + measure, audit=True)[settle:]
         rows[count] = mean_of(found, "max_violation", "load_cv", "exact_error", "own_violation")
         print("bins", count, rows[count], flush=True)
-    return {
-        "experts": experts,
-        "top_k": top_k,
-        "tokens": tokens,
-        "floor": floor(tokens, experts, top_k),
-        "rows": rows,
-    }
+    return {**setting(experts, top_k, tokens), "rows": rows}
 
 
-def smoothing(seeds: list[int]) -> dict[str, Any]:
+def smoothing(seeds: list[int], device: str) -> dict[str, Any]:
     """Window and strength on independent batches and on two domains in turns of 1 and of 8 batches."""
     experts, top_k, tokens, steps, settle = 64, 4, 4096, 48, 16
     worlds: dict[str, Callable[[World], Batches]] = {
@@ -198,7 +197,7 @@ def smoothing(seeds: list[int]) -> dict[str, Any]:
         for name, settings in kinds.items():
             found, curves = [], []
             for seed in seeds:
-                run = simulate(make(World(experts, seed)), settings, top_k, steps)
+                run = simulate(make(World(experts, seed, device)), settings, top_k, steps)
                 found += run[settle:]
                 curves.append([row["max_violation"] for row in run])
             rows.setdefault(world_name, {})[name] = {
@@ -206,16 +205,10 @@ def smoothing(seeds: list[int]) -> dict[str, Any]:
                 "curve": curves[0],
             }
         print(world_name, {k: round(v["max_violation"], 3) for k, v in rows[world_name].items()}, flush=True)
-    return {
-        "experts": experts,
-        "top_k": top_k,
-        "tokens": tokens,
-        "floor": floor(tokens, experts, top_k),
-        "rows": rows,
-    }
+    return {**setting(experts, top_k, tokens), "rows": rows}
 
 
-def clusters(seeds: list[int]) -> dict[str, Any]:
+def clusters(seeds: list[int], device: str) -> dict[str, Any]:
     """Few and uneven clusters of tokens, as copies and with a spread; and a batch in ever smaller parts."""
     experts, top_k, tokens, steps, settle = 64, 4, 4096, 24, 16
     rows: dict[str, Any] = {}
@@ -223,7 +216,7 @@ def clusters(seeds: list[int]) -> dict[str, Any]:
         for spread in (0.0, 0.3):
             found = []
             for seed in seeds:
-                batches = World(experts, seed).clustered(tokens, count, spread)
+                batches = World(experts, seed, device).clustered(tokens, count, spread)
                 found += simulate(batches, router(), top_k, steps)[settle:]
             rows[f"{count} clusters, spread {spread}"] = mean_of(
                 found, "max_violation", "load_cv", "dead_experts", "causal_lag"
@@ -235,18 +228,11 @@ def clusters(seeds: list[int]) -> dict[str, Any]:
         for each in (4096, 1024, 256, 64, 32):
             found = []
             for seed in seeds:
-                batches = World(experts, seed).clustered(tokens, 1024, 0.3)
+                batches = World(experts, seed, device).clustered(tokens, 1024, 0.3)
                 found += simulate(batches, setting, top_k, steps, micro_batches=tokens // each)[settle:]
             column[each] = mean_of(found, "max_violation", "load_cv")
         print(name, {k: round(v["max_violation"], 3) for k, v in column.items()}, flush=True)
-    return {
-        "experts": experts,
-        "top_k": top_k,
-        "tokens": tokens,
-        "floor": floor(tokens, experts, top_k),
-        "rows": rows,
-        "micro_batches": parts,
-    }
+    return {**setting(experts, top_k, tokens), "rows": rows, "micro_batches": parts}
 
 
 def mean_of(rows: list[dict[str, float]], *names: str) -> dict[str, float]:
@@ -262,19 +248,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--device", default="cpu", help="where scores are drawn: cuda takes seconds, cpu minutes"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     out = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name in options.only.split(","):
         began = time.process_time()
-        found = SECTIONS[name](list(range(1, options.seeds + 1)))
+        found = SECTIONS[name](list(range(1, options.seeds + 1)), options.device)
         out[name] = {
             **found,
             "seeds": options.seeds,
             "cpu_seconds": round(time.process_time() - began, 1),
             "torch": torch.__version__,
-            "machine": platform.machine(),
+            "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(rounded(out), indent=1) + "\n")

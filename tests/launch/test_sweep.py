@@ -68,6 +68,13 @@ with open(os.environ["SWEEP_LOG"], "a") as file:
     file.write(json.dumps([os.getsid(0) == os.getpid(), *sys.argv[1:]]) + "\\n")
 if "seed=2" in sys.argv:
     sys.exit(3)
+if "seed=6" in sys.argv or "seed=7" in sys.argv:
+    print("waits for the other", flush=True)
+    for _ in range(6000):
+        if len(open(os.environ["SWEEP_LOG"]).readlines()) == 2:
+            sys.exit(0)
+        time.sleep(0.01)
+    sys.exit(9)
 if "seed=4" in sys.argv:
     import signal
     signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
@@ -129,6 +136,24 @@ def test_an_interrupt_reaches_the_running_point_and_ends_the_sweep(stand_in: Pat
     assert process.returncode == 75
     assert "the same command again goes on here" in output
     assert len(asked(stand_in)) == 1
+
+
+def test_jobs_run_side_by_side_and_print_into_files(stand_in: Path, tmp_path: Path) -> None:
+    process = start(stand_in, "seed=6,7", f"dir={tmp_path}/run", "--jobs", "2")
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    for n in (6, 7):
+        assert (tmp_path / f"run-sweep/seed-{n}.log").read_text() == "waits for the other\n"
+    assert "waits for" not in output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--jobs", "0"], "at least 1"), (["--jobs", "2", "--slurm"], "this machine")]
+)
+def test_jobs_that_cannot_be(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sweep.main(["seed=1,2", *options])
+    assert said in capsys.readouterr().err
 
 
 def test_slurm_renders_one_job_per_point(capsys: pytest.CaptureFixture[str]) -> None:
