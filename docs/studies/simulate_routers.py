@@ -135,7 +135,7 @@ def floor(tokens: int, experts: int, top_k: int, draws: int = 200) -> float:
     return float((loads.amax(-1) / mean - 1).mean())
 
 
-def setting(experts: int, top_k: int, tokens: int) -> dict[str, Any]:
+def conditions(experts: int, top_k: int, tokens: int) -> dict[str, Any]:
     """What a section's numbers were found with."""
     return {"experts": experts, "top_k": top_k, "tokens": tokens, "floor": floor(tokens, experts, top_k)}
 
@@ -161,7 +161,7 @@ def start(seeds: list[int], device: str) -> dict[str, Any]:
             )
             curves.setdefault(name, []).append([row["max_violation"] for row in run])
             print(name, seed, len(run), [round(v, 3) for v in curves[name][-1][:10]], flush=True)
-    return {**setting(experts, top_k, tokens), "max_violation": curves}
+    return {**conditions(experts, top_k, tokens), "max_violation": curves}
 
 
 def bins(seeds: list[int], device: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def bins(seeds: list[int], device: str) -> dict[str, Any]:
             found += simulate(batches, router(bins=count), top_k, settle + measure, audit=True)[settle:]
         rows[count] = mean_of(found, "max_violation", "load_cv", "exact_error", "own_violation")
         print("bins", count, rows[count], flush=True)
-    return {**setting(experts, top_k, tokens), "rows": rows}
+    return {**conditions(experts, top_k, tokens), "rows": rows}
 
 
 def smoothing(seeds: list[int], device: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def smoothing(seeds: list[int], device: str) -> dict[str, Any]:
                 "curve": curves[0],
             }
         print(world_name, {k: round(v["max_violation"], 3) for k, v in rows[world_name].items()}, flush=True)
-    return {**setting(experts, top_k, tokens), "rows": rows}
+    return {**conditions(experts, top_k, tokens), "rows": rows}
 
 
 def clusters(seeds: list[int], device: str) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def clusters(seeds: list[int], device: str) -> dict[str, Any]:
                 found += simulate(batches, setting, top_k, steps, micro_batches=tokens // each)[settle:]
             column[each] = mean_of(found, "max_violation", "load_cv")
         print(name, {k: round(v["max_violation"], 3) for k, v in column.items()}, flush=True)
-    return {**setting(experts, top_k, tokens), "rows": rows, "micro_batches": parts}
+    return {**conditions(experts, top_k, tokens), "rows": rows, "micro_batches": parts}
 
 
 def mean_of(rows: list[dict[str, float]], *names: str) -> dict[str, float]:

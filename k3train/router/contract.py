@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ class BalanceRule(nn.Module):
         self.register_buffer("histogram", None, persistent=False)
 
     def bounds(self, bias: Tensor) -> Tensor:
-        """fp32 [2], ends of the histogram: since scores lie in (0, 1), every margin lies between these."""
-        return torch.stack((bias.min() - 1, bias.max() + 1))
+        """fp32 [..., 2] from bias [..., experts]: ends of the histogram; with scores in (0, 1) every margin
+        lies between these."""
+        return torch.stack((bias.amin(-1) - 1, bias.amax(-1) + 1), dim=-1)
 
     def observe(self, logits: Tensor, cutoff: Tensor, valid: Tensor | None) -> None:
         """See one micro-batch: logits [n, experts], (k+1)-th biased score [n], bool mask [n] or None."""
@@ -53,6 +55,25 @@ class BalanceRule(nn.Module):
     def saturated(self, loads: Tensor, statistics: Tensor) -> Tensor:
         """Experts whose solution lies at an end of the histogram, which may have cut it off; a scalar."""
         return loads.new_zeros(())
+
+    @staticmethod
+    def next_biases(
+        rules: Sequence[BalanceRule],
+        biases: Tensor,
+        bounds: Tensor,
+        loads: Tensor,
+        statistics: Tensor,
+        group: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``next_bias``, fp32 [layers, experts], and ``saturated``, [layers], of the rules of several layers.
+
+        Arguments are theirs with a first dimension of layers. A rule whose arithmetic takes many small
+        kernels does it for all layers at once.
+        """
+        each = list(zip(rules, biases, bounds, loads, statistics, strict=True))
+        saturated = [rule.saturated(load, numbers) for rule, _, _, load, numbers in each]
+        new = [rule.next_bias(*arguments, group) for rule, *arguments in each]
+        return torch.stack(new), torch.stack(saturated)
 
     def reset(self) -> None:
         """Forget the step's statistics."""

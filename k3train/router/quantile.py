@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from k3train.config import schema
 from k3train.router.contract import BalanceRule
-from k3train.router.smooth import Smooth
+from k3train.router.smooth import Smooth, smoothed
 
 
 class QuantileBalance(BalanceRule):
@@ -31,16 +32,16 @@ class QuantileBalance(BalanceRule):
         self.smooth = Smooth(num_experts, settings.window, settings.strength)
 
     def bounds(self, bias: Tensor) -> Tensor:
-        """fp32 [2]: the range that the user chose, or where every margin lies."""
+        """fp32 [..., 2]: the range that the user chose, or where every margin lies."""
         if self.range is None:
             return super().bounds(bias)
-        return torch.stack((bias.new_tensor(-self.range), bias.new_tensor(self.range)))
+        ends = torch.tensor([-self.range, self.range], dtype=bias.dtype, device=bias.device)
+        return ends.expand(*bias.shape[:-1], 2)
 
     def statistics(self) -> Tensor:
         """int64 [experts, bins]: 64 bits, because the sum over ranks may pass 2^31."""
         return self.histogram.long()
 
-    @torch.no_grad()
     def next_bias(
         self, bias: Tensor, bounds: Tensor, loads: Tensor, statistics: Tensor, group: Any = None
     ) -> Tensor:
@@ -48,27 +49,51 @@ class QuantileBalance(BalanceRule):
 
         Without any token the bias stays. Arithmetic is int64 and fp64: fp32 cannot count above 2^24.
         """
-        low, high = bounds.double().unbind()
-        width = (high - low) / self.num_statistics
-        below, index, target = self._locate(statistics)
+        one_layer = bias[None], bounds[None], loads[None], statistics[None]
+        return self.next_biases([self], *one_layer, group)[0][0]
+
+    @staticmethod
+    @torch.no_grad()
+    def next_biases(
+        rules: Sequence[BalanceRule],
+        biases: Tensor,
+        bounds: Tensor,
+        loads: Tensor,
+        statistics: Tensor,
+        group: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """All layers at once; their rules must have the same settings."""
+        one, smooths = rules[0], []
+        assert isinstance(one, QuantileBalance)
+        for rule in rules:
+            assert isinstance(rule, QuantileBalance)
+            smooths.append(rule.smooth)
+        low, high = bounds.double().unsqueeze(-1).unbind(-2)
+        width = (high - low) / one.num_statistics
+        below, index, target = one._locate(statistics)
         inside = statistics.gather(-1, index).squeeze(-1)
         before = (below.gather(-1, index).squeeze(-1) - inside).double()
         fraction = ((target - before) / inside.clamp(min=1).double()).clamp_(0, 1)
         quantile = low + (index.squeeze(-1).double() + fraction) * width
-        return self.smooth(bias, quantile - quantile.mean(), below[:, -1].min() > 0)
+        seen = below[..., -1].amin(-1, keepdim=True) > 0
+        new = smoothed(smooths, biases, quantile - quantile.mean(-1, keepdim=True), seen)
+        return new, one._at_ends(index, below)
 
     @torch.no_grad()
     def saturated(self, loads: Tensor, statistics: Tensor) -> Tensor:
         """Experts whose quantile lies in the first or the last bin: those hold what lies outside as well."""
-        index = self._locate(statistics)[1]
+        below, index, _ = self._locate(statistics)
+        return self._at_ends(index, below)
+
+    def _at_ends(self, index: Tensor, below: Tensor) -> Tensor:
         at_end = (index == 0) | (index == self.num_statistics - 1)
-        return (at_end.squeeze(-1) & (statistics.sum(-1) > 0)).sum()
+        return (at_end.squeeze(-1) & (below[..., -1] > 0)).sum(-1)
 
     def _locate(self, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Running counts [experts, bins], each row's bin of the ceil(q)-th margin [experts, 1], and
-        q = tokens * k / E, fp64 [experts]."""
+        """Running counts [..., experts, bins], each row's bin of the ceil(q)-th margin [..., experts, 1], and
+        q = tokens * k / E, fp64 [..., experts]."""
         below = statistics.cumsum(-1)
-        share = below[:, -1] * self.top_k
+        share = below[..., -1] * self.top_k
         rank = (share + self.num_experts - 1).div(self.num_experts, rounding_mode="floor")
         index = (below < rank.unsqueeze(-1)).sum(-1, keepdim=True).clamp_(max=self.num_statistics - 1)
         return below, index, share.double() / self.num_experts

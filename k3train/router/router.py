@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor, nn
 
 from k3train.config import schema
 from k3train.router.audit import Audit
 from k3train.router.aux_loss import with_loss
 from k3train.router.choose import make_rule
+from k3train.router.logits import router_logits
 from k3train.router.select import Tally, select
 
 
@@ -85,7 +85,7 @@ class K3Router(MegatronModule):
         Padding is routed like any token but not counted. No gradient flows through the choice or the bias.
         """
         flat = tokens.reshape(-1, tokens.shape[-1])
-        logits = router_gating_linear(flat, self.weight, None, self.weight.dtype)
+        logits = router_logits(flat, self.weight)
         counting = self.training and torch.is_grad_enabled()
         tally = Tally(self.loads, self.rule.histogram, self.bounds, valid) if counting else None
         experts, cutoff = select(logits.detach(), self.bias, self.top_k, tally)
@@ -99,12 +99,6 @@ class K3Router(MegatronModule):
             if loss is not None:
                 weights = with_loss(weights, loss)
         return Routes(experts, weights)
-
-    @torch.no_grad()
-    def set_bias(self, bias: Tensor) -> None:
-        """Take ``bias`` [experts] for the coming forward passes."""
-        self.bias.copy_(bias)
-        self.bounds.copy_(self.rule.bounds(self.bias))
 
     def reset(self) -> None:
         """Forget what this step's tokens did."""

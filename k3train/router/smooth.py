@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -25,17 +27,26 @@ class Smooth(nn.Module):
             self.register_buffer("average", torch.zeros(num_experts, dtype=torch.float32))
             self.register_buffer("averaged", torch.zeros(1, dtype=torch.int64))
 
-    @torch.no_grad()
     def forward(self, bias: Tensor, solution: Tensor, seen: Tensor) -> Tensor:
         """The next bias, fp32 [experts], from ``solution``, fp64 [experts]; where ``seen``, a bool scalar, is
         False nothing changes."""
-        old = bias.double()
-        if self.window > 1:
-            self.averaged.copy_((self.averaged + seen).clamp_(max=self.window))
-            average = self.average.double()
-            average = average + (solution - average) / self.averaged.clamp(min=1)
-            self.average.copy_(torch.where(seen, average, self.average.double()))
-            solution = average
-        if self.strength != 1:
-            solution = old + self.strength * (solution - old)
-        return torch.where(seen, solution, old).float()
+        return smoothed([self], bias[None], solution[None], seen.view(1, 1))[0]
+
+
+@torch.no_grad()
+def smoothed(layers: Sequence[Smooth], biases: Tensor, solutions: Tensor, seen: Tensor) -> Tensor:
+    """The next biases, fp32 [layers, experts], of layers that have the same settings.
+
+    ``solutions`` fp64 [layers, experts]; where ``seen``, bool [layers, 1], is False nothing changes.
+    """
+    one, old = layers[0], biases.double()
+    if one.window > 1:
+        counts, averages = [each.averaged for each in layers], [each.average for each in layers]
+        count = (torch.stack(counts) + seen).clamp_(max=one.window)
+        before = torch.stack(averages).double()
+        solutions = before + (solutions - before) / count.clamp(min=1)
+        torch._foreach_copy_(counts, count.unbind())
+        torch._foreach_copy_(averages, torch.where(seen, solutions, before).float().unbind())
+    if one.strength != 1:
+        solutions = old + one.strength * (solutions - old)
+    return torch.where(seen, solutions, old).float()

@@ -52,17 +52,18 @@ class RouterUpdate:
         if self.sums is None:
             return {}
         self._wait()
-        old, saturated, reports = [], [], []
-        for router, collected in zip(self.routers, self.sums.unbind(), strict=True):
-            loads, statistics = collected[:, 0], collected[:, 1:]
-            old.append(router.bias.clone())
-            saturated.append(router.rule.saturated(loads, statistics))
-            router.set_bias(router.rule.next_bias(router.bias, router.bounds, loads, statistics, self.group))
-            reports.append(router.audit.report(router.bias, self.group) if router.audit else {})
+        loads, statistics = self.sums[:, :, 0], self.sums[:, :, 1:]
+        rules = [router.rule for router in self.routers]
+        old = torch.stack([router.bias for router in self.routers])
+        bounds = torch.stack([router.bounds for router in self.routers])
+        new, saturated = rules[0].next_biases(rules, old, bounds, loads, statistics, self.group)
+        set_biases(self.routers, new)
+        reports = [
+            router.audit.report(router.bias, self.group) if router.audit else {} for router in self.routers
+        ]
+        for router in self.routers:
             router.reset()
-        new = torch.stack([router.bias for router in self.routers])
-        top_k = self.routers[0].top_k
-        table = balance_table(self.sums[:, :, 0], torch.stack(old), new, torch.stack(saturated), top_k)
+        table = balance_table(loads, old, new, saturated, self.routers[0].top_k)
         rows = table.tolist()  # the only wait for the device
         return {
             router.layer_number: {**dict(zip(COLUMNS, row, strict=True)), **report}
@@ -96,6 +97,14 @@ def start_update(chunks: Iterable[nn.Module], group: Any = None) -> RouterUpdate
     shared = group is not None and group.size() > 1
     work = dist.all_reduce(sums, group=group, async_op=True) if shared else None
     return RouterUpdate(routers, sums, work, group)
+
+
+@torch.no_grad()
+def set_biases(routers: list[K3Router], biases: Tensor) -> None:
+    """Let routers of the same settings use ``biases`` [routers, experts] in the coming forward passes."""
+    torch._foreach_copy_([router.bias for router in routers], biases.unbind())
+    bounds = routers[0].rule.bounds(torch.stack([router.bias for router in routers]))
+    torch._foreach_copy_([router.bounds for router in routers], bounds.unbind())
 
 
 def look_closer(chunks: Iterable[nn.Module]) -> None:

@@ -4,9 +4,8 @@
 
 Checks the fused kernel against plain torch first. Takes under a minute; the table comes last. Times are
 medians of single calls between device events, with the L2 cache overwritten in between. ``logits`` is the
-product with the router's weight, which all variants share; a variant's own time starts at the logits and ends
-with experts, cutoff, loads and what the step's balance needs. The update is what a step adds once for each
-layer. megatron-core's mode takes only batches in which every expert's share is whole: it gets fewer tokens.
+product with the router's weight; a variant's own time starts there and ends with experts, cutoff, loads and
+what the step's balance needs. The update is what a step adds once, for all layers. megatron-core's mode takes only batches in which every expert's share is whole: it gets fewer tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
 
 from k3train.config import schema  # noqa: E402
 from k3train.router import triton_select  # noqa: E402
+from k3train.router.logits import router_logits  # noqa: E402
 from k3train.router.quantile import QuantileBalance  # noqa: E402
 from k3train.router.select import Tally, count_margins, select_reference  # noqa: E402
 
@@ -112,13 +113,26 @@ def main() -> None:
     def fused(counts: Tally | None) -> None:
         triton_select.select(logits, bias, o.top_k, counts)
 
+    layers = 24
+    stacked = [x[None].expand(layers, *x.shape) for x in (bias, tally.bounds, tally.loads, tally.histogram)]
+
     def update() -> None:
-        statistics = rule.statistics()
-        rule.next_bias(bias, tally.bounds, tally.loads, statistics)
-        rule.saturated(tally.loads, statistics)
+        rule.next_biases([rule] * layers, *stacked[:3], stacked[3].long())
+
+    grad = torch.zeros_like(logits).scatter_(1, experts, torch.randn(o.tokens, o.top_k, device="cuda"))
+    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+
+    def linear(function: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return router_gating_linear(x, weight, None, torch.float32)
 
     rows = [
-        ("logits (shared by all)", lambda: router_gating_linear(x, weight, None, torch.float32)),
+        ("logits, three bf16 products", lambda: router_logits(x, weight)),
+        ("logits, one fp32 product (megatron-core)", lambda: plain(x, weight)),
+        ("logits forward + backward, bf16 products", linear(router_logits)),
+        ("logits forward + backward, fp32 (megatron-core)", linear(plain)),
         ("fused: score, top-k, cutoff, loads, histogram", lambda: fused(tally)),
         ("fused without counting", lambda: fused(None)),
         ("separate kernels, all of it", lambda: select_reference(logits, bias, o.top_k, tally)),
@@ -126,7 +140,7 @@ def main() -> None:
         ("  top-(k+1)", lambda: (scores + bias).topk(o.top_k + 1, dim=-1)),
         ("  loads", lambda: tally.loads.scatter_add_(0, experts.view(-1), one)),
         ("  histogram", lambda: count_margins(scores, cutoff, None, tally.bounds, tally.histogram)),
-        ("update, once a layer and step", update),
+        (f"update, once a step, all {layers} layers", update),
         (f"megatron-core's quantile mode, {len(fewer)} tokens", lambda: megatron(True)),
         ("  without counting", lambda: megatron(False)),
     ]  # fmt: skip

@@ -29,6 +29,7 @@ from k3train.model.payload import schedule_config
 from k3train.optim.build import build_optimizer
 from k3train.parallel.groups import stop_groups
 from k3train.router.router import K3Router
+from k3train.router.update import set_biases
 from tests import model_step, sharded
 from tests.parity.test_model import MODEL, randomise
 from tests.ranks import run_ranks
@@ -46,7 +47,7 @@ def prepare(chunk: torch.nn.Module) -> None:
     randomise(chunk)
     for module in chunk.modules():
         if isinstance(module, K3Router):
-            module.set_bias(module.bias - module.bias.mean())
+            set_biases([module], (module.bias - module.bias.mean())[None])
 
 
 def save(

@@ -25,7 +25,7 @@ from k3train.model.moe import LatentMoe
 from k3train.optim.build import build_optimizer, optimizer_step
 from k3train.parallel.groups import start_groups
 from k3train.parallel.layout import make_layout
-from k3train.router.update import update_biases
+from k3train.router.update import set_biases, update_biases
 from tests.ranks import run_ranks
 
 MODEL = schema.Model(hidden_size=16, init_std=0.3)
@@ -111,7 +111,7 @@ def step(rank, world, parallel, recompute=False, bias=None, tokens=TOKENS):
     """Loss, input gradient, this rank's parameter gradients after every reduction, bias and metrics."""
     layer, groups = build(parallel, world)
     if bias is not None:
-        layer.router.set_bias(torch.tensor(bias))
+        set_biases([layer.router], torch.tensor([bias]))
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(cut(name, whole_state()[name], groups))
@@ -237,7 +237,7 @@ def save(rank, world, parallel, folder):
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.copy_(cut(name, whole_state()[name], groups))
-    layer.router.set_bias(torch.arange(8.0) / 7)
+    set_biases([layer.router], (torch.arange(8.0) / 7)[None])
     state = layer.sharded_state_dict("ffn.", metadata={"dp_cp_group": groups.pg.dp_cp})
     quick_save(state, folder)
     return {key: value.replica_id for key, value in state.items() if isinstance(value, ShardedTensor)}

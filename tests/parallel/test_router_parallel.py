@@ -19,7 +19,7 @@ from k3train.parallel.groups import start_groups, stop_groups
 from k3train.parallel.layout import make_layout
 from k3train.router.audit import Audit
 from k3train.router.router import K3Router
-from k3train.router.update import start_update, update_biases
+from k3train.router.update import set_biases, start_update, update_biases
 from tests import model_step
 from tests.parity.test_model import MODEL as WHOLE
 from tests.ranks import run_ranks
@@ -133,7 +133,7 @@ def through_a_checkpoint(rank, folder, before, after):
         routers = [m for m in chunks[0].modules() if isinstance(m, K3Router)]
         if not states:
             for i, each in enumerate(routers):
-                each.set_bias(torch.linspace(-0.2, 0.3, each.num_experts) * (i + 1))
+                set_biases([each], (torch.linspace(-0.2, 0.3, each.num_experts) * (i + 1))[None])
             wrapped = [wrap(chunks[0], groups)]
             optimizer = build_optimizer(schema.Optim(), wrapped, groups)
             allocate_state(optimizer)

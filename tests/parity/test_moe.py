@@ -10,6 +10,7 @@ from k3train.model.config import make_config
 from k3train.model.moe import LatentMoe
 from k3train.parallel.groups import start_groups
 from k3train.parallel.layout import make_layout
+from k3train.router.update import set_biases
 from tests.parity.moe_reference import dense_moe
 from tests.ranks import run_ranks
 
@@ -42,7 +43,7 @@ def compare(model, bias, skew=0.0, tokens=37):
     layer = build(model)
     with torch.no_grad():
         layer.router.weight[0] += skew  # constant over inputs whose first channel is 1
-    layer.router.set_bias(bias)
+    set_biases([layer.router], bias[None])
     if model.moe.latent_norm:
         layer.latent_norm.weight.data.uniform_(0.5, 1.5)
     x = torch.randn(tokens, 1, model.hidden_size, dtype=torch.float64, requires_grad=True)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from k3train.config import schema
 from k3train.router.router import K3Router
-from k3train.router.update import update_biases
+from k3train.router.update import set_biases, update_biases
 from tests import ranks  # noqa: F401 - installs the CPU bridge
 
 
@@ -30,7 +30,7 @@ def make_router(experts=8, top_k=2, hidden=16, rule=schema.RouterRule.quantile, 
 
 def test_routes_follow_the_formula():
     router, x = make_router(), torch.randn(3, 5, 16)
-    router.set_bias(torch.randn(8) * 0.3)
+    set_biases([router], (torch.randn(8) * 0.3)[None])
     experts, weights = router(x)
     scores = torch.sigmoid(x.reshape(15, 16) @ router.weight.T)
     expected = (scores + router.bias).topk(2).indices
@@ -43,7 +43,7 @@ def test_routes_follow_the_formula():
 def test_bias_decides_the_choice_but_not_the_weights():
     router, x = make_router(experts=4, top_k=4, rule=schema.RouterRule.none), torch.randn(6, 16)
     before = router(x)
-    router.set_bias(torch.tensor([0.0, 5.0, 0.0, -5.0]))
+    set_biases([router], torch.tensor([[0.0, 5.0, 0.0, -5.0]]))
     after = router(x)
     assert not torch.equal(before.experts, after.experts)
     unsorted = [torch.zeros(6, 4).scatter(1, r.experts, r.weights) for r in (before, after)]
