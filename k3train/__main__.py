@@ -27,12 +27,14 @@ def train(arguments: list[str]) -> int:
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
     from k3train.checkpoint.folder import committed
     from k3train.data.preflight import check_data
+    from k3train.optim.memory import check_memory
     from k3train.optim.rules import assignments
     from k3train.train.claim import claimed
     from k3train.train.launch import launch
     from k3train.train.signals import note_end_time
 
     assignments(run.model, run.optim)
+    check_memory(run)
     check_data(run)
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains
@@ -49,6 +51,7 @@ def show(arguments: list[str]) -> int:
 
     from k3train.config.compose import compose, load_resolved
     from k3train.config.show import print_differences, print_tree
+    from k3train.optim.memory import print_memory
     from k3train.plan.summary import print_parameters, print_splits, print_stages
 
     parser = _composing("show", show)
@@ -72,6 +75,7 @@ def show(arguments: list[str]) -> int:
         print_tree(run, base, console)
         print_stages(run, console)
         print_splits(run, console)
+        print_memory(run, console)
         print_parameters(run, console)
     return DONE
 
@@ -79,12 +83,14 @@ def show(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Say everything that is wrong with a configuration, or OK."""
     from k3train.config.compose import compose
+    from k3train.optim.memory import check_memory
     from k3train.optim.rules import assignments
     from k3train.plan.summary import one_line
 
     options = _composing("check", check).parse_intermixed_args(arguments)
     run = compose(options.overrides, options.config_dir)
     assignments(run.model, run.optim)
+    check_memory(run)
     print("OK ", one_line(run))
     return DONE
 

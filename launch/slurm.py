@@ -20,6 +20,7 @@ from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
 from k3train.config.secrets import HIDDEN, redact
+from k3train.optim.memory import check_memory
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
 NODE = Path(__file__).with_name("node.py")
@@ -164,6 +165,7 @@ def main(arguments: list[str]) -> int:
     folder = Path.cwd()
     try:
         run = compose(options.overrides, options.config_dir)
+        check_memory(run)
         script = render(
             run,
             grace_seconds=options.grace_seconds,

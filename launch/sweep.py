@@ -27,6 +27,7 @@ import slurm
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Run
+from k3train.optim.memory import check_memory
 
 STOPPED = 75
 
@@ -96,7 +97,9 @@ def points(overrides: list[str], config_dir: str | None) -> list[Point]:
         name = point_name(varied) if varied else "only"
         own = [f"name={base.name}-sweep/{name}", f"dir={base.dir}-sweep/{name}"]
         kept = [setting for setting in settings if setting.partition("=")[0] not in ("name", "dir")]
-        found.append(Point(name=name, overrides=[*kept, *own], run=compose([*kept, *own], config_dir)))
+        run = compose([*kept, *own], config_dir)
+        check_memory(run)
+        found.append(Point(name=name, overrides=[*kept, *own], run=run))
     return found
 
 

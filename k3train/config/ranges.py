@@ -164,6 +164,7 @@ RANGES: dict[str, Range] = {
     "cluster.nodes": Range(1, 1_000_000),
     "cluster.ranks_per_node": Range(1, 1024),
     "cluster.threads_per_rank": Range(1, 1024),
+    "cluster.device_memory_gib": _AT_LEAST_0,
     "cluster.collective_timeout_seconds": _ONE,
     "cluster.min_nodes": Range(0, 1_000_000),
     "cluster.max_restarts": _ZERO,

@@ -411,6 +411,9 @@ class Cluster:
     """Processes per node: one per GPU, or any number on the CPU."""
     threads_per_rank: int = 1
     """Intra-op threads of a CPU rank."""
+    device_memory_gib: float | None = None
+    """Memory of a rank's device: a stage that needs more, by estimate, is refused. None asks the GPU when
+    ranks start, 0 tries everything."""
     collective_timeout_seconds: int = 600
     """A collective that waits longer than this ends the run."""
     min_nodes: int = 0

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from k3train.config.schema import Optimizer, Precision, Run
 from k3train.optim.decay import is_decayed
+from k3train.optim.memory import state_bytes
 from k3train.optim.rules import Assignment, Rule, assignments
 
 
@@ -37,15 +38,6 @@ def print_rules(run: Run, console: Console) -> None:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         console.print("  ".join(cells).rstrip(), soft_wrap=True, highlight=False)
     _print_settings(run, found.values(), console)
-
-
-def state_bytes(assigned: Assignment, *, bf16: bool) -> int:
-    """Bytes over all ranks that the optimizer keeps of a parameter: master weights and moments, fp32.
-
-    A parameter that is fp32 is its own master weight.
-    """
-    copies = (1 if assigned.rule is not Rule.adamw else 2) + (bf16 and not assigned.parameter.fp32)
-    return 4 * copies * math.prod(assigned.parameter.shape)
 
 
 def _rule(assigned: Assignment) -> str:

@@ -86,9 +86,10 @@ def _train(run: Run) -> int:
     # This imports megatron-core, which must find the backend ready.
     from k3train.train.identity import check_ranks_agree
     from k3train.train.loop import train
-    from k3train.train.probe import check_folder, warn_of_shortages
+    from k3train.train.probe import check_device, check_folder, warn_of_shortages
 
     check_ranks_agree(run)
+    check_device(run, device)
     check_folder(run)
     warn_of_shortages(run, device)
     return train(run, device)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from k3train.config.problems import Unavailable
 from k3train.config.schema import Precision, Run
+from k3train.optim.memory import GIB, check_memory
 from k3train.plan.counts import count_parameters
 
 FEW_FILES = 4096
@@ -44,6 +45,12 @@ def check_launcher() -> None:
         raise Unavailable(
             f"WORLD_SIZE = {world}, but {', '.join(missing)} is not set: start the ranks with torchrun"
         )
+
+
+def check_device(run: Run, device: torch.device) -> None:
+    """Raise ConfigError when this rank's GPU has no room for a stage; the CPU's memory is not compared."""
+    if device.type == "cuda":
+        check_memory(run, torch.cuda.get_device_properties(device).total_memory / GIB)
 
 
 def check_folder(run: Run) -> None:

@@ -1,0 +1,186 @@
+"""What a rank holds in memory, estimated from settings, and whether a device has room for it. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from k3train.config.merge import world_size
+from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.schema import Precision, Recompute, Run
+from k3train.curriculum.stages import StagePlan, stage_table
+from k3train.optim.rules import Assignment, Rule, assignments
+from k3train.parallel.layout import Layout, chunk_layers, make_layout
+from k3train.plan.activations import Activations
+from k3train.plan.parameters import Parameter
+from k3train.plan.recompute import recompute_plan
+from k3train.plan.split import resolved_parallel
+
+GIB = 2**30
+_TENSOR_PARALLEL = (
+    *("embedding.weight", "output_head.weight"),
+    *(f"attention.{name}_proj.weight" for name in "qkvgbo"),
+    *("attention.f_b.weight", "attention.A_log", "attention.dt_bias"),
+    *(f"attention.{name}_conv" for name in "qkv"),
+    *("attention.q_b.weight", "attention.kv_b.weight"),
+    *(f"ffn.{name}_proj.weight" for name in ("gate", "up", "down")),
+    *(f"ffn.shared.{name}_proj.weight" for name in ("gate", "up", "down")),
+)
+"""Parameters of which a tensor-parallel rank holds its part, by their name within the layer."""
+
+PARTS = ("parameters", "gradients", "optimizer state", "activations", "work space")
+"""What memory is for; the last two are there during a step only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes that a rank holds at the fullest moment of a step, by what they are for."""
+
+    pp_rank: int
+    """The pipeline rank that needs most."""
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def before(self) -> int:
+        """What is there before the first step."""
+        return sum(self.parts[name] for name in PARTS[:3])
+
+
+def stage_memory(run: Run, plan: StagePlan) -> Memory:
+    """An estimate for the rank of a stage that needs most.
+
+    Not in it: the CUDA context, NCCL's buffers, gaps between allocations, and what uneven routing adds.
+    """
+    parallel = resolved_parallel(run, plan.stage)
+    layout = make_layout(run.model, parallel, world_size(run))
+    tokens = plan.stage.micro_batch_sequences * plan.stage.context_tokens
+    passes = plan.sequences_per_step // (layout.dp * plan.stage.micro_batch_sequences)
+    activations = Activations(run.model, layout, recompute_plan(parallel), tokens)
+    rules = assignments(run.model, run.optim)
+    ranks = (rank_memory(activations, rules, passes, rank) for rank in range(layout.pp))
+    return max(ranks, key=lambda memory: memory.total)
+
+
+def rank_memory(activations: Activations, rules: dict[str, Assignment], passes: int, pp_rank: int) -> Memory:
+    """What each rank of one pipeline rank holds, with ``passes`` micro-batches a step."""
+    model, layout = activations.model, activations.layout
+    bf16 = model.precision is Precision.bf16
+    parameters = gradients = state = 0
+    for assigned in rules.values():
+        parameter = assigned.parameter
+        if not _is_on(parameter, activations, pp_rank):
+            continue
+        expert = ".experts." in parameter.name
+        cut = layout.tp if parameter.local_name in _TENSOR_PARALLEL else 1
+        cut = layout.ep * layout.etp if expert else cut
+        shared_by = layout.expert_dp if expert else layout.dp * layout.cp
+        own = math.prod(parameter.shape) // cut
+        parameters += own * (2 if bf16 and not parameter.fp32 else 4)
+        gradients += own * 4
+        state += state_bytes(assigned, bf16=bf16) // (cut * shared_by)
+    kept = [activations.chunk(pp_rank, chunk) for chunk in range(layout.vp)]
+    return Memory(
+        pp_rank=pp_rank,
+        parts={
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer state": state,
+            "activations": sum(kept) * in_flight(layout, pp_rank, passes) // layout.vp,
+            "work space": activations.working(pp_rank),
+        },
+    )
+
+
+def in_flight(layout: Layout, pp_rank: int, passes: int) -> int:
+    """How many forward passes of chunks wait for their backward passes at most, in megatron-core's 1F1B and
+    interleaved schedules with ``passes`` micro-batches a step."""
+    if layout.vp == 1:
+        return min(passes, layout.pp - pp_rank)
+    warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vp - 1) * layout.pp
+    return min(passes * layout.vp, warm_up + 1)
+
+
+def state_bytes(assigned: Assignment, *, bf16: bool) -> int:
+    """Bytes over all ranks that the optimizer keeps of a parameter: master weights and moments, fp32.
+
+    A parameter that is fp32 is its own master weight.
+    """
+    copies = (1 if assigned.rule is not Rule.adamw else 2) + (bf16 and not assigned.parameter.fp32)
+    return 4 * copies * math.prod(assigned.parameter.shape)
+
+
+def _is_on(parameter: Parameter, activations: Activations, pp_rank: int) -> bool:
+    """Whether this pipeline rank holds a parameter or its part of it."""
+    layout = activations.layout
+    first, _, rest = parameter.name.partition(".")
+    if first == "layers":
+        layer = int(rest.partition(".")[0])
+        return any(layer in chunk_layers(layout, pp_rank, chunk) for chunk in range(layout.vp))
+    # MTP reads embeddings too: the last pipeline rank has a copy for it.
+    embeds = first == "embedding" and not activations.model.mtp.num_layers
+    return pp_rank == 0 if embeds else pp_rank == layout.pp - 1 or (first == "embedding" and pp_rank == 0)
+
+
+def check_memory(run: Run, device_gib: float | None = None) -> None:
+    """Raise ConfigError with every stage for which a rank's device has no room.
+
+    The device has ``cluster.device_memory_gib``, else ``device_gib``; when neither is given, or 0 is, nothing
+    is refused.
+    """
+    limit = device_gib if run.cluster.device_memory_gib is None else run.cluster.device_memory_gib
+    if limit and (problems := list(_problems(run, limit))):
+        raise ConfigError(problems)
+
+
+def _problems(run: Run, limit: float) -> Iterator[ConfigProblem]:
+    for plan in stage_table(run):
+        memory = stage_memory(run, plan)
+        if memory.total > limit * GIB:
+            largest = max(memory.parts, key=lambda name: memory.parts[name])
+            where = f" of pipeline rank {memory.pp_rank}" if memory.pp_rank else ""
+            yield ConfigProblem(
+                "",
+                None,
+                f"stage {plan.name} needs about {memory.total / GIB:,.1f} GiB on a rank{where}, more than "
+                f"the {limit:,.1f} GiB of its device; the largest part, {largest}, takes "
+                f"{memory.parts[largest] / GIB:,.1f}",
+                f"{_fix(run, plan, largest)}; to try it all the same, set cluster.device_memory_gib=0",
+                "stage.memory",
+            )
+
+
+def _fix(run: Run, plan: StagePlan, largest: str) -> str:
+    recompute = recompute_plan(resolved_parallel(run, plan.stage))
+    keeps = {recompute.kda, recompute.mla, recompute.moe, recompute.dense} != {Recompute.full}
+    smaller = "raise parallel.cp or parallel.tp, or lower micro_batch_sequences"
+    match largest:
+        case "activations" if keeps:
+            return f"Set parallel.recompute=full, {smaller}"
+        case "activations" | "work space":
+            return f"R{smaller[1:]}"
+        case "optimizer state":
+            return "Start more ranks, which share it, or raise parallel.pp, parallel.tp or parallel.ep"
+        case _:
+            return "Raise parallel.pp, parallel.tp or parallel.ep"
+
+
+def print_memory(run: Run, console: Console) -> None:
+    """One line a stage: GiB on the rank that needs most, by what they are for."""
+    table = Table(title="memory of a rank, GiB (estimate)", title_justify="left", box=None, pad_edge=False)
+    table.add_column("stage", no_wrap=True)
+    for name in (*PARTS, "all"):
+        table.add_column(name, justify="right")
+    for plan in stage_table(run):
+        memory = stage_memory(run, plan)
+        sizes = (*(memory.parts[name] for name in PARTS), memory.total)
+        table.add_row(plan.name, *(f"{size / GIB:,.1f}" for size in sizes))
+    console.print(table)

@@ -1,0 +1,172 @@
+"""Bytes that a rank keeps of a micro-batch between its forward and its backward pass. No torch.
+
+Counted by reading what the layers' operations save on a GPU, rows of experts as if routing were even. Small
+things are left out: routers' logits, norms' scales, borders of documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k3train.config.schema import Model, Precision, Recompute
+from k3train.parallel.layout import Layout, chunk_layers
+from k3train.plan.borders import borders
+from k3train.plan.counts import is_mla
+from k3train.plan.queries import head_parts
+from k3train.plan.recompute import RecomputePlan
+
+_FP32 = 4
+_ROUTE_BYTES = 24
+"""Of one choice of a token: expert (int64), its place among the rows (int64), score and weight (fp32)."""
+_LOGITS_AT_ONCE = 2**28
+"""Elements of the logits that the output head computes at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What the backward pass of a sublayer reads, in bytes of one micro-batch on one rank."""
+
+    results: int
+    """Kept under ``selective`` too."""
+    remade: int
+    """What ``selective`` computes again."""
+
+    def under(self, policy: Recompute) -> int:
+        """Bytes kept from the forward to the backward pass."""
+        return {Recompute.none: self.results + self.remade, Recompute.selective: self.results}.get(policy, 0)
+
+    def again_under(self, policy: Recompute) -> int:
+        """Bytes that are there once more while the backward pass is in this sublayer."""
+        return self.results + self.remade - self.under(policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Arithmetic of one model on one layout with micro-batches of one size."""
+
+    model: Model
+    layout: Layout
+    recompute: RecomputePlan
+    buffer_tokens: int
+    """Tokens of a micro-batch, over all ranks."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element."""
+        return 2 if self.model.precision is Precision.bf16 else 4
+
+    @property
+    def gathered(self) -> int:
+        """Tokens that a rank has where it holds only its heads: those of its tensor-parallel group."""
+        return self.buffer_tokens // self.layout.cp
+
+    @property
+    def own(self) -> int:
+        """Tokens that a rank has between sublayers."""
+        return self.gathered // self.layout.tp
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of one hidden state between sublayers."""
+        return self.own * self.model.hidden_size * self.width
+
+    def chunk(self, pp_rank: int, chunk: int) -> int:
+        """Bytes kept of one micro-batch in one chunk, what came over the border before it included."""
+        position = chunk * self.layout.pp + pp_rank
+        last = position == self.layout.pp * self.layout.vp - 1
+        crossed = borders(self.layout, self.model.attn_res.block_layers)
+        arrived = crossed[position - 1].sent if position else 1
+        layers = sum(self.layer(layer) for layer in chunk_layers(self.layout, pp_rank, chunk))
+        return layers + arrived * self.hidden + (self.ends() if last else 0)
+
+    def layer(self, layer: int) -> int:
+        """Bytes kept of one decoder layer: of both sublayers, and the prefix that each adds to."""
+        policies = self.recompute.of_layer(self.model, layer)
+        prefixes = 1 if policies == (Recompute.full, Recompute.full) else 2
+        kept = sum(part.under(p) for part, p in zip(self.sublayers(layer), policies, strict=True))
+        return kept + prefixes * self.hidden
+
+    def sublayers(self, layer: int) -> tuple[Kept, Kept]:
+        """Attention and feed-forward of one decoder layer."""
+        dense = layer < self.model.num_dense_layers
+        attention = self._mla() if is_mla(self.model, layer) else self._kda()
+        return attention, self._dense(self.model.dense_ffn_size) if dense else self._moe()
+
+    def ends(self) -> int:
+        """Bytes kept after the last layer: the head's input, and the MTP layer with the head's second."""
+        head = 3 * self.hidden  # mix and norm over depth, the head's input
+        if not self.model.mtp.num_layers:
+            return head
+        mla, moe = self.recompute.mla, self.recompute.moe
+        # Next token's embedding and last norm's output; then both norms' and three sums.
+        own = 2 if mla is moe is Recompute.full else 7
+        return head + self._mla().under(mla) + self._moe().under(moe) + own * self.hidden
+
+    def working(self, pp_rank: int) -> int:
+        """Bytes that come and go in the backward pass at its fullest.
+
+        They are what one sublayer, or one layer, computes again; or, in the output head, logits and the
+        gradient of its weight in fp32 and in the model's dtype.
+        """
+        again = 0
+        for chunk in range(self.layout.vp):
+            for layer in chunk_layers(self.layout, pp_rank, chunk):
+                policies = self.recompute.of_layer(self.model, layer)
+                parts = [part.again_under(p) for part, p in zip(self.sublayers(layer), policies, strict=True)]
+                whole = policies == (Recompute.full, Recompute.full)
+                again = max(again, sum(parts) + self.hidden if whole else max(parts))
+        if pp_rank < self.layout.pp - 1:
+            return again
+        rows = self.model.vocab_size // self.layout.tp
+        logits = min(_LOGITS_AT_ONCE, self.gathered * rows) * self.width
+        weight = rows * self.model.hidden_size * (_FP32 + self.width)
+        return max(again, logits + weight + self.gathered * self.model.hidden_size * self.width)
+
+    def _input(self, gathered_once: bool = True) -> int:
+        """What a sublayer makes of its sources: their mix and its norm, gathered where it is kept so."""
+        tokens = self.gathered if gathered_once and self.layout.tp > 1 else self.own
+        return self.hidden + tokens * self.model.hidden_size * self.width
+
+    def _kda(self) -> Kept:
+        heads = self.model.num_heads // self.layout.tp
+        channels = heads * self.model.kda.head_dim
+        # q, k, v before the convolution, output, gate; low-rank decay; beta
+        results = 5 * channels + self.model.kda.decay_rank + heads
+        remade = 5 * channels  # q, k, v, decay, normed output
+        return Kept(
+            results=self.gathered * results * self.width,
+            remade=self.gathered * remade * self.width + self._input(),
+        )
+
+    def _mla(self) -> Kept:
+        mla, layout, width = self.model.mla, self.layout, self.width
+        heads = self.model.num_heads // layout.tp
+        own_heads = heads // head_parts(heads, layout.cp)
+        latent = mla.kv_lora_rank + mla.qk_shared_head_dim
+        values = self.gathered * heads * mla.v_head_dim
+        # Attention's output, before and after the exchange over cp, and the gate; the log-sum-exp.
+        results = (2 + (layout.cp > 1)) * values * width + self.gathered * heads * _FP32
+        results += self.own * (mla.q_lora_rank + latent) * width
+        queries = self.gathered * heads * (mla.qk_head_dim + mla.qk_shared_head_dim)
+        keys = self.buffer_tokens * own_heads * (mla.qk_head_dim + mla.qk_shared_head_dim)
+        expanded = self.buffer_tokens * own_heads * (mla.qk_head_dim + mla.v_head_dim)
+        narrow = self.own * mla.q_lora_rank + self.buffer_tokens * latent
+        # The gate is applied in fp32.
+        remade = (queries + keys + expanded + narrow) * width + values * (2 * _FP32 + width)
+        return Kept(results=results, remade=remade + self._input(gathered_once=False))
+
+    def _dense(self, ffn_size: int) -> Kept:
+        inner = self.gathered * (ffn_size // self.layout.tp) * self.width
+        return Kept(results=2 * inner, remade=inner + self._input())
+
+    def _moe(self) -> Kept:
+        moe, width = self.model.moe, self.width
+        choices = self.own * moe.top_k
+        rows, inner = choices * self.layout.etp, moe.expert_ffn_size // self.layout.etp
+        latent = self.own * moe.latent_size
+        results = (rows * (moe.latent_size + 2 * inner) + latent) * width + choices * _ROUTE_BYTES
+        shared = self._dense(moe.num_shared_experts * moe.shared_ffn_size)
+        remade = (rows * inner + latent) * width
+        if self.layout.tp > 1:  # the experts read a rank's own tokens, and the shared ones gathered ones
+            remade += self.hidden
+        return Kept(results=results + shared.results, remade=remade + shared.remade)

@@ -1,0 +1,132 @@
+"""The estimate of a rank's memory against what real ranks hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from k3train.config import schema
+from k3train.config.schema import Mla, Optimizer, Precision, Recompute
+from k3train.model.payload import schedule_config
+from k3train.optim.build import allocate_state, build_optimizer, members
+from k3train.optim.memory import rank_memory
+from k3train.optim.rules import assignments
+from k3train.parallel.groups import stop_groups
+from k3train.plan.activations import Activations
+from k3train.plan.recompute import recompute_plan
+from tests import model_step
+from tests.model_step import make_micro
+from tests.parity import test_model
+from tests.ranks import run_ranks
+from tests.unit.kernels.test_recompute import Kept
+
+MODEL = test_model.MODEL
+BF16 = replace(MODEL, precision=Precision.bf16)
+HELD: list[tuple[schema.Model, Optimizer, dict[str, Any]]] = [
+    (MODEL, Optimizer.adamw, {"tp": 2, "pp": 2, "etp": 2}),
+    (BF16, Optimizer.muon, {"tp": 2, "cp": 2, "ep": 2}),
+    (BF16, Optimizer.adamw, {"pp": 2, "ep": 2}),
+]
+
+
+def _held(rank: int) -> list[dict[str, tuple[int, int]]]:
+    return [_of_layout(*each) for each in HELD]
+
+
+def _of_layout(model: schema.Model, kind: Optimizer, degrees: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Bytes that this rank holds before the first step, and the estimate."""
+    chunks, groups = model_step.build(model, degrees, None)
+    shared = schedule_config(chunks[0].config, groups.layout)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    wrapped = [
+        DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
+        for i, chunk in enumerate(chunks)
+    ]
+    optim = schema.Optim(optimizer=kind)
+    optimizer = build_optimizer(optim, wrapped, groups)
+    allocate_state(optimizer)
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    state = sum(_state(member) for member in members(optimizer))
+    activations = Activations(model, groups.layout, recompute_plan(schema.Parallel()), 64)
+    estimate = rank_memory(activations, assignments(model, optim), 2, groups.pp_rank)
+    stop_groups()
+    return {
+        "parameters": (sum(p.nbytes for p in parameters), estimate.parts["parameters"]),
+        # Buffers are padded a little.
+        "gradients": (sum(4 * p.numel() for p in parameters), estimate.parts["gradients"]),
+        "optimizer state": (state, estimate.parts["optimizer state"]),
+    }
+
+
+def _state(member: Any) -> int:
+    kept = [t for values in member.optimizer.state.values() for t in values.values() if hasattr(t, "nbytes")]
+    masters = [p for group in member.shard_fp32_from_float16_groups for p in group if p is not None]
+    return sum(t.nbytes for t in (*kept, *masters))
+
+
+def test_parameters_gradients_and_state_are_what_ranks_hold() -> None:
+    ranks = run_ranks(4, _held, timeout=100)
+    for i, (_, _, degrees) in enumerate(HELD):
+        layouts = [rank[i] for rank in ranks]
+        for found in layouts:
+            held, estimate = found["parameters"]
+            assert held == estimate, degrees
+            held, estimate = found["gradients"]
+            assert held == estimate, degrees
+        # A bucket is cut into equal slices whatever lies in it: together ranks hold what is estimated.
+        held, estimate = (sum(found["optimizer state"][j] for found in layouts) for j in (0, 1))
+        assert held == estimate, degrees
+
+
+ATTENDING = replace(
+    MODEL,
+    mla_layers=list(range(MODEL.num_layers)),
+    hidden_size=48,
+    mla=Mla(q_lora_rank=16, kv_lora_rank=24, qk_head_dim=16, qk_shared_head_dim=8, v_head_dim=24),
+)
+"""MLA with equal sizes of keys and values, which the CPU computes without padding, as the GPU does."""
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"recompute": Recompute.selective},
+    {"recompute": Recompute.full},
+    {"recompute": Recompute.full, "recompute_moe": Recompute.none},
+]
+TOKENS = 1024
+
+
+def _kept(rank: int, degrees: dict[str, int]) -> list[tuple[int, int]]:
+    """Bytes kept under each policy, and the estimate."""
+    found = []
+    micro = make_micro((0, TOKENS), ATTENDING.vocab_size, 0, padding=False)
+    for policy in POLICIES:
+        chunks, groups = model_step.build(ATTENDING, {**degrees, **policy}, None)
+        place = model_step.packing(micro, groups)
+        part = slice(place.start, place.stop)
+        with Kept() as kept:
+            losses = chunks[0](
+                micro.tokens[None, part],
+                place,
+                labels=micro.labels[None, part],
+                labels_mtp=micro.labels_mtp[None, part],
+            )
+        size = kept.bytes()
+        losses.sum().backward()
+        recompute = recompute_plan(schema.Parallel(**policy))
+        estimate = Activations(ATTENDING, groups.layout, recompute, TOKENS)
+        found.append((size, estimate.chunk(0, 0)))
+        stop_groups()
+    return found
+
+
+@pytest.mark.parametrize(
+    "degrees", [{}, pytest.param({"tp": 2, "cp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_activations_are_what_ranks_keep(degrees: dict[str, int]) -> None:
+    """The CPU copies attention's output once more and applies MLA's gate in place: routing is uneven on
+    either device: within a third."""
+    for found in run_ranks(4 if degrees else 1, _kept, degrees, timeout=100):
+        for policy, (kept, estimate) in zip(POLICIES, found, strict=True):
+            assert kept == pytest.approx(estimate, rel=1 / 3), policy

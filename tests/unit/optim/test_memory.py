@@ -1,0 +1,104 @@
+"""The estimate of a rank's memory: against one measured on a GPU, and as the user meets it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from k3train.__main__ import main
+from k3train.config.compose import compose
+from k3train.config.schema import Model, Parallel
+from k3train.curriculum.stages import stage_table
+from k3train.optim.memory import GIB, Memory, in_flight, stage_memory
+from k3train.parallel.layout import make_layout
+
+MEASURED = (Path(__file__).parents[3] / "docs" / "benchmarks" / "h200-2026-11-29.md").read_text()
+
+
+def memory(*overrides: str) -> Memory:
+    run = compose([*overrides])
+    return stage_memory(run, stage_table(run)[0])
+
+
+def measured(pattern: str) -> float:
+    found = re.search(pattern, MEASURED)
+    assert found is not None, pattern
+    return float(found[1])
+
+
+def test_a_model_of_4_billion_parameters_as_measured_on_an_h200() -> None:
+    one = memory("experiment=proxy_gpu")
+    two = memory(
+        "experiment=proxy_gpu",
+        "curriculum.stages.s8192.micro_batch_sequences=2",
+        "curriculum.stages.s8192.batch_tokens=16384",
+    )
+    assert one.before / GIB == pytest.approx(measured(r"state, ([\d.]+) GiB before the first step"), abs=0.05)
+    of_one = measured(r"one document of 8,192 \| [^|]*\| [^|]*\| ([\d.]+) \|")
+    of_two = measured(r"two documents of 8,192 in one micro-batch \| [^|]*\| [^|]*\| ([\d.]+) \|")
+    assert one.total / GIB == pytest.approx(of_one, rel=0.02)
+    assert two.total / GIB == pytest.approx(of_two, rel=0.02)
+    assert (two.total - one.total) / GIB == pytest.approx(of_two - of_one, rel=0.03)
+
+
+def test_what_reduces_memory_reduces_the_estimate() -> None:
+    base = ["experiment=k3", "parallel.recompute=none"]
+    kept = memory(*base).parts
+    for policy in ("selective", "full"):
+        less = memory("experiment=k3", f"parallel.recompute={policy}").parts
+        assert less["activations"] < kept["activations"]
+        assert less["work space"] >= kept["work space"]
+        kept = {**less, "work space": kept["work space"]}
+    many, few = memory("experiment=k3"), memory("experiment=k3", "cluster.nodes=256")
+    assert many.parts["optimizer state"] < few.parts["optimizer state"]
+    assert many.parts["parameters"] == few.parts["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "passes", "most"),
+    [
+        (Parallel(), 8, [1]),
+        (Parallel(pp=4), 8, [4, 3, 2, 1]),
+        (Parallel(pp=4), 2, [2, 2, 2, 1]),
+        # The warm-up of megatron-core's interleaved schedule, and the pass that follows it.
+        (Parallel(pp=2, vp=2), 4, [5, 3]),
+        (Parallel(pp=2, vp=2), 2, [4, 3]),
+    ],
+)
+def test_passes_in_flight(parallel: Parallel, passes: int, most: list[int]) -> None:
+    layout = make_layout(Model(num_layers=4), parallel, parallel.pp)
+    assert [in_flight(layout, rank, passes) for rank in range(layout.pp)] == most
+
+
+def test_too_small_a_device_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["experiment=proxy_gpu", "cluster.device_memory_gib=80"]
+    for verb in ("check", "train"):
+        assert main([verb, *settings]) == 2
+        said = capsys.readouterr().err
+        assert re.search(
+            r"stage s8192 needs about 89\.\d GiB on a rank, more than the 80\.0 GiB of its device; the "
+            r"largest part, optimizer state, takes 49\.5\. Start more ranks, .*\[stage\.memory\]",
+            said,
+        ), said
+    for enough in ("140", "0"):
+        assert main(["check", settings[0], f"cluster.device_memory_gib={enough}"]) == 0
+    assert main(["show", settings[0]]) == 0
+    assert re.search(r"^s8192 +8\.3 +16\.5 +49\.5 +12\.\d +2\.\d +89\.\d *$", capsys.readouterr().out, re.M)
+
+
+def test_the_sentence_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "cluster.device_memory_gib=100"
+    wide = "curriculum.stages.s1m.parallel.cp=16"
+    assert main(["check", "experiment=k3", small, wide]) == 2
+    said = capsys.readouterr().err
+    assert "4 problems" in said
+    assert re.search(
+        r"stage s8k .* gradients, takes .*Raise parallel\.pp, parallel\.tp or parallel\.ep", said
+    )
+    assert re.search(
+        r"stage s1m .* activations, takes .*\. Raise parallel\.cp or parallel\.tp, or lower", said
+    )
+    assert main(["check", "experiment=k3", small, wide, "parallel.recompute=selective"]) == 2
+    assert "Set parallel.recompute=full, raise parallel.cp" in capsys.readouterr().err
