@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from k3train.backend.start import end_process, seed_everything, start_backend, start_processes
@@ -52,14 +53,24 @@ def _main(resolved: Path) -> int:
     except Stopped as error:
         code, message = error.exit_code, str(error)
     except Exception as error:
-        code, message = EXIT_UNEXPECTED, traceback.format_exc()
-        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-            message = f"the connection to another rank is lost: {str(error).strip()}"
+        code, message = EXIT_UNEXPECTED, describe(error)
     if rank != "0" and code in (EXIT_BAD_INPUT, EXIT_ENVIRONMENT):
         # Each rank finds such an error at the same moment. The first speaks for all, and ends all.
         time.sleep(_FIRST_SPEAKS_SECONDS)
     print(f"rank {rank}: {message}", file=sys.stderr)
     return code
+
+
+def describe(error: Exception) -> str:
+    """What ended the rank: in a sentence if it is known, else the traceback; call it while ``error`` is handled."""
+    text = str(error).strip()
+    # NCCL takes memory of its own, and says this when there is none.
+    if isinstance(error, torch.OutOfMemoryError) or "error: out of memory" in text or "CUDA calloc" in text:
+        smaller = "Lower curriculum.stages.<stage>.micro_batch_sequences, set parallel.recompute to full"
+        return f"the GPU has no memory left: {text}\n{smaller}, or use more ranks (parallel.tp, pp, cp, ep)"
+    if isinstance(error, dist.DistError) or "gloo/transport" in text:
+        return f"the connection to another rank is lost: {text}"
+    return traceback.format_exc()
 
 
 def _nodes(run: Run, started: int) -> int:

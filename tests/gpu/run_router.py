@@ -5,7 +5,8 @@
 Checks the fused kernel against plain torch first. Takes under a minute; the table comes last. Times are
 medians of single calls between device events, with the L2 cache overwritten in between. ``logits`` is the
 product with the router's weight; a variant's own time starts there and ends with experts, cutoff, loads and
-what the step's balance needs. The update is what a step adds once, for all layers. megatron-core's mode takes only batches in which every expert's share is whole: it gets fewer tokens.
+what the step's balance needs. The update is what a step adds once, for all layers. megatron-core's mode takes
+only batches in which every expert's share is whole: it gets fewer tokens.
 """
 
 from __future__ import annotations

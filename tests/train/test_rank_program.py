@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from k3train.config.compose import save_resolved
-from k3train.train.__main__ import main
+from k3train.train.__main__ import describe, main
 from k3train.train.signals import STOP_FILE, StopRequest
 from tests.train.runs import make_run
 
@@ -64,3 +66,22 @@ def test_a_stop_file_is_obeyed_when_it_is_ours(tmp_path: Path, caplog: pytest.Lo
         assert stop.reason == f"{tmp_path / STOP_FILE} exists"
     finally:
         stop.restore()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 56.00 MiB."), "no memory left"),
+        (dist.DistBackendError("NCCL error: Failed to CUDA calloc async 24 bytes"), "no memory left"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "no memory left"),
+        (dist.DistBackendError("NCCL communicator was aborted"), "connection to another rank is lost"),
+        (ValueError("whatever"), "Traceback"),
+    ],
+)
+def test_what_ended_a_rank_is_named(error: Exception, said: str) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        message = describe(caught)
+    assert said in message
+    assert str(error) in message
