@@ -59,15 +59,13 @@ def draw_start(results: dict[str, Any], out: Path) -> None:
                 shown = curve[:first]
                 label = name if i == 0 and first is None else None
                 axis.plot(range(1, len(shown) + 1), shown, color=colour(name), label=label, lw=1.2)
-        axis.axhline(0.25, color="black", lw=0.6, ls=":")
-        axis.axhline(results["floor"], color="black", lw=0.6, ls="--")
+        axis.axhline(0.25, color="black", lw=0.6, ls=":", label="0.25")
+        axis.axhline(results["floor"], color="black", lw=0.6, ls="--", label="sampling floor")
         axis.set_yscale("log")
         axis.set_xlabel("step")
     axes[0][0].set_xscale("log")
     axes[0][0].set_ylabel("max violation")
-    axes[0][0].legend(frameon=False, loc="lower left")
-    axes[0][1].annotate("0.25", (9.2, 0.27))
-    axes[0][1].annotate("sampling floor", (7.0, results["floor"] * 0.82), va="top")
+    axes[0][0].legend(frameon=False, loc="center left")
     save(drawn, out, "start")
 
 
@@ -152,7 +150,7 @@ def draw_training(results: dict[str, Any], out: Path, name: str) -> None:
     axis.set_xlabel("step")
     axis.set_ylabel("max violation, worst layer")
     axis.set_ylim(bottom=0)
-    axis.legend(frameon=False)
+    drawn.legend(frameon=False, loc="outside right upper")
     save(drawn, out, name)
 
 

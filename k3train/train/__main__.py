@@ -62,7 +62,7 @@ def _main(resolved: Path) -> int:
 
 
 def describe(error: Exception) -> str:
-    """What ended the rank: in a sentence if it is known, else the traceback; call it while ``error`` is handled."""
+    """What ended the rank: in a sentence if it is known, else the traceback; for the error being handled."""
     text = str(error).strip()
     # NCCL takes memory of its own, and says this when there is none.
     if isinstance(error, torch.OutOfMemoryError) or "error: out of memory" in text or "CUDA calloc" in text:

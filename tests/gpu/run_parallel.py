@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m tests.gpu.run_parallel
 
 Rank 0 first trains on one GPU, in a process of its own, twice: as given, and with the micro-batches in
-reverse order, which changes nothing but rounding. Every layout starts from the same weights. What does not
+reverse order, which changes nothing but rounding. Every layout starts from the same weights and meets the same
+new tokens in every step. What does not
 fit into ``--seconds`` is left out, what fails is named, and the table comes last in any case. With
 ``--small`` everything is tiny and runs on the CPU too.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,7 +73,10 @@ def train(
     device: torch.device,
     weights: Any,
 ) -> dict[str, Any]:
-    """Mean loss of each step, seconds of the last, and the initial weights on one rank (else None)."""
+    """Mean loss of each step, median seconds of the later half, and the initial weights on one rank (else None).
+
+    ``micros``: those of the first step, then those of the second, and so on.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -103,20 +108,21 @@ def train(
         DistributedDataParallel(wide, ddp, module, disable_bucketing=i > 0, pg_collection=groups.pg)
         for i, module in enumerate(modules)
     ]
-    optimizer = build_optimizer(Optim(learning_rate=1e-3), chunks, groups)
+    optimizer = build_optimizer(Optim(learning_rate=3e-4), chunks, groups)
     wide.finalize_model_grads_func, wide.grad_scale_func = finalize_model_grads, optimizer.scale_loss
-    losses, seconds = [], 0.0
-    for _ in range(steps):
+    losses, seconds, each = [], [], len(micros) // steps
+    for step in range(steps):
+        now = micros[step * each : (step + 1) * each]
         began = time.perf_counter()
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        losses.append(run_step(chunks, groups, micros[groups.dp_rank :: layout.dp], device))
+        losses.append(run_step(chunks, groups, now[groups.dp_rank :: layout.dp], device))
         optimizer_step(optimizer)
         update_biases(chunks, groups.tokens)
-        seconds = time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
     stop_groups()
-    return {"losses": losses, "seconds": seconds, "weights": held}
+    return {"losses": losses, "seconds": statistics.median(seconds[steps // 2 :]), "weights": held}
 
 
 def run_step(chunks: list[Any], groups: Any, micros: list[torch.Tensor], device: torch.device) -> float:
@@ -176,9 +182,10 @@ def one_gpu(path: Path, small: bool) -> None:
     start_processes(device, timeout_seconds=120)
     seed_everything(1)
     model, n, _, steps = settings(small)
-    micros = tokens_of(model, n, MICROS)
+    micros = tokens_of(model, n, MICROS * steps)
     first = train(model, Parallel(), micros, steps, device, None)
-    again = train(model, Parallel(), micros[::-1], steps, device, first["weights"])
+    turned = [each for i in range(0, len(micros), MICROS) for each in micros[i : i + MICROS][::-1]]
+    again = train(model, Parallel(), turned, steps, device, first["weights"])
     torch.save({**first, "again": again["losses"]}, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
     end_process(0)
@@ -215,10 +222,10 @@ def compare(small: bool, seconds: float) -> None:
                 rows.append(f"{name:34} left out: {seconds:.0f} s are over")
             elif name == LONG:
                 rows.append(
-                    long_row(train(model, parallel, tokens_of(model, long, 1), 3, device, held), long)
+                    long_row(train(model, parallel, tokens_of(model, long, 3), 3, device, held), long)
                 )
             else:
-                got = train(model, parallel, tokens_of(model, n, MICROS), steps, device, held)
+                got = train(model, parallel, tokens_of(model, n, MICROS * steps), steps, device, held)
                 rows.append(row(name, got, one))
             if rank == 0:
                 print(rows[-1], flush=True)
