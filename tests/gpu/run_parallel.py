@@ -3,10 +3,9 @@
     torchrun --nproc-per-node 2 -m tests.gpu.run_parallel
 
 Rank 0 first trains on one GPU, in a process of its own, twice: as given, and with the micro-batches in
-reverse order, which changes nothing but rounding. Every layout starts from the same weights and meets the same
-new tokens in every step. What does not
-fit into ``--seconds`` is left out, what fails is named, and the table comes last in any case. With
-``--small`` everything is tiny and runs on the CPU too.
+reverse order, which changes nothing but rounding. Every layout starts from the same weights and meets the
+same new tokens in every step. What does not fit into ``--seconds`` is left out, what fails is named, and the
+table comes last in any case. With ``--small`` everything is tiny and runs on the CPU too.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def train(
     device: torch.device,
     weights: Any,
 ) -> dict[str, Any]:
-    """Mean loss of each step, median seconds of the later half, and the initial weights on one rank (else None).
+    """Mean loss of each step, median seconds of the later half, and one rank's initial weights (else None).
 
     ``micros``: those of the first step, then those of the second, and so on.
     """
