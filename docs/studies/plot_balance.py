@@ -1,4 +1,4 @@
-"""Draw the study's figures from its committed results; needs matplotlib (extra: plots).
+"""Draw the study's figures and print its tables, from its results; needs matplotlib (extra: plots).
 
 python docs/studies/plot_balance.py [--results FOLDER] [--out FOLDER]
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+SIMULATION = "simulation.json"
 COLOURS = {
     "quantile": "#1f6fb4",
     "quantile_exact": "#7fb8e6",
@@ -170,6 +171,57 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def start_table(results: dict[str, Any]) -> str:
+    """A Markdown table: max violation step by step, and the first step below 0.25."""
+    lines = [
+        "| rule | seed | 1 | 2 | 3 | 4 | 5 | 6 | first below 0.25 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, curves in results["max_violation"].items():
+        for seed, curve in enumerate(curves, 1):
+            below = next(step for step, value in enumerate(curve, 1) if value < 0.25)
+            numbers = " | ".join(f"{value:.2f}" for value in curve[:6])
+            lines.append(f"| {name} | {seed} | {numbers} | {below} |")
+    return "\n".join(lines)
+
+
+def smoothing_table(results: dict[str, Any]) -> str:
+    """A Markdown table: settled max violation by setting and kind of data."""
+    rows = results["rows"]
+    lines = [f"| setting | {' | '.join(rows)} |", "|---|" + "---|" * len(rows)]
+    for name in next(iter(rows.values())):
+        lines.append(
+            f"| {name} | {' | '.join(f'{row[name]["max_violation"]:.2f}' for row in rows.values())} |"
+        )
+    return "\n".join(lines)
+
+
+def bins_table(results: dict[str, Any]) -> str:
+    """A Markdown table: error of a bias and max violation by bins."""
+    keys = {
+        "exact_error": "largest error of a bias",
+        "own_violation": "same batch",
+        "max_violation": "next batch",
+    }
+    lines = [f"| bins | {' | '.join(results['rows'])} |", "|---|" + "---|" * len(results["rows"])]
+    for key, title in keys.items():
+        lines.append(f"| {title} | {' | '.join(f'{row[key]:.2g}' for row in results['rows'].values())} |")
+    return "\n".join(lines)
+
+
+def tables(results: Path) -> dict[str, str]:
+    """Every table of the page by its title, from the result files in ``results``."""
+    found = {}
+    for path in sorted(results.glob("*.json")):
+        content = json.loads(path.read_text())
+        if path.name == SIMULATION:
+            makers = {"start": start_table, "bins": bins_table, "smoothing": smoothing_table}
+            found |= {name: make(content[name]) for name, make in makers.items() if name in content}
+        else:
+            found[path.stem] = table(content)
+    return found
+
+
 def spread(values: list[float], digits: int) -> str:
     """Mean, with least and largest in brackets."""
     return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
@@ -182,7 +234,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "figures")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    simulation = options.results / "simulation.json"
+    simulation = options.results / SIMULATION
     if simulation.exists():
         found = json.loads(simulation.read_text())
         drawings = {
@@ -198,7 +250,8 @@ def main() -> None:
         if path != simulation:
             results = json.loads(path.read_text())
             draw_training(results, options.out, path.stem)
-            print(f"\n{path.stem}\n\n{table(results)}")
+    for title, text in tables(options.results).items():
+        print(f"\n{title}\n\n{text}")
 
 
 if __name__ == "__main__":

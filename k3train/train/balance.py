@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from k3train.monitor.balance_file import Saved, save_step
 from k3train.router.metrics import AUDIT_COLUMNS, COLUMNS
-from k3train.router.update import RouterUpdate, look_closer
+from k3train.router.update import look_closer
 from k3train.train.progress import is_due
 from k3train.train.setup import StageSetup
 
@@ -37,9 +37,10 @@ def look_closer_if_due(setup: StageSetup, step: int) -> None:
         look_closer(setup.chunks)
 
 
-def settle(setup: StageSetup, step: int, routers: RouterUpdate) -> Balance | None:
+def settle(setup: StageSetup, step: int) -> Balance | None:
     """Set every router's bias after ``step``, save what it came from if that is due, and return every layer's
     numbers. Every rank must call this."""
+    routers = setup.routers
     if is_due(step, setup.run.monitor.balance.save_every_steps) and routers.routers:
         snapshot = {name: value.numpy() for name, value in routers.snapshot().items()}
         groups = setup.groups

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from k3train.data.batch import MicroBatch
 from k3train.optim.build import gradient_norm
-from k3train.router.update import update_biases
 from k3train.train.digest import digest
 from k3train.train.schedule import run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup
@@ -116,7 +115,7 @@ def compute_again(
 
 def _once_more(setup: StageSetup, host: list[MicroBatch]) -> Evidence:
     zero_gradients(setup)
-    update_biases(setup.chunks, setup.groups.tokens, discard=True)
+    setup.routers.discard()
     sums = run_micro_batches(setup, host, backward=True)
     gradient_norm(setup.optimizer)
     return gather_evidence(setup, sums)

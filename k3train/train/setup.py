@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from k3train.optim.build import build_optimizer, members
 from k3train.parallel.groups import Groups, start_groups, stop_groups
 from k3train.parallel.layout import make_layout
 from k3train.plan.split import resolved_parallel
+from k3train.router.update import RouterUpdate, start_update
 from k3train.train.progress import Progress
 
 
@@ -48,6 +50,8 @@ class StageSetup:
     data: StageData
     batches: Prefetch[list[MicroBatch]]
     """This rank's micro-batches, step after step."""
+    routers: RouterUpdate = field(default_factory=lambda: start_update([]))
+    """What routers counted in the last forward and backward pass, until it is used or discarded."""
     resting: Any = None
     """Fingerprint of this rank's state at the end of the last step, when the next one compares it."""
 
@@ -70,11 +74,10 @@ def build_stage(
     scheduled = schedule_config(config, layout)
     chunks = [_wrap(module, index, scheduled, groups, device) for index, module in enumerate(modules)]
     optimizer = build_optimizer(run.optim, chunks, groups)
-    scheduled.finalize_model_grads_func = _finish_gradients
     scheduled.grad_scale_func = optimizer.scale_loss
     data = open_data(run, table, plan)
     first_step = progress.step - plan.start_step
-    return StageSetup(
+    setup = StageSetup(
         run=run,
         table=table,
         plan=plan,
@@ -86,10 +89,16 @@ def build_stage(
         data=data,
         batches=data.steps(first_step, dp_rank=groups.dp_rank, dp_size=layout.dp),
     )
+    scheduled.finalize_model_grads_func = partial(_finish_gradients, setup)
+    return setup
 
 
-def _finish_gradients(chunks: list[Any], *arguments: Any, **options: Any) -> None:
-    """megatron-core's reduction over data-parallel ranks and of shared parameters."""
+def _finish_gradients(setup: StageSetup, chunks: list[Any], *arguments: Any, **options: Any) -> None:
+    """megatron-core's reduction over data-parallel ranks and of shared parameters, after the last backward.
+
+    What routers counted travels beside the end of it, the norm and the optimizer.
+    """
+    setup.routers = start_update(setup.chunks, setup.groups.tokens)
     point("step.backward", tensors=lambda: gradients(chunks))
     finalize_model_grads(chunks, *arguments, **options)
 

@@ -18,7 +18,6 @@ from k3train.optim.build import (
     set_learning_rate,
 )
 from k3train.optim.schedule import learning_rate
-from k3train.router.update import start_update, update_biases
 from k3train.train.balance import Balance, look_closer_if_due, settle
 from k3train.train.examine import Verdict, examine, examine_state
 from k3train.train.guards import Action
@@ -89,17 +88,16 @@ def train_step(
         verdict=verdict,
     )
     if result.action is Action.update:
-        routers = start_update(setup.chunks, setup.groups.tokens)  # travels while the optimizer works
         set_learning_rate(setup.optimizer, rate)
         point("step.update")
         apply_gradients(setup.optimizer, seen.grad_norm)
-        result.balance = settle(setup, progress.step + 1, routers)
+        result.balance = settle(setup, progress.step + 1)
         result.max_logit = worst_logit(setup)
         verdict = examine_state(setup, progress)
         result.verdict = verdict or result.verdict
         progress.guards.updated(seen.loss, seen.grad_norm, setup.run.guards.spike_window_steps)
     else:
-        update_biases(setup.chunks, setup.groups.tokens, discard=True)
+        setup.routers.discard()
         if result.action is not Action.skip:
             return result
         progress.guards.not_updated(planned=False)
@@ -148,5 +146,5 @@ def rehearse(setup: StageSetup, progress: Progress) -> None:
     step = progress.step - setup.plan.start_step
     host = setup.data.step(step, dp_rank=setup.groups.dp_rank, dp_size=setup.groups.layout.dp)
     run_micro_batches(setup, host, backward=True)
-    update_biases(setup.chunks, setup.groups.tokens, discard=True)
+    setup.routers.discard()
     zero_gradients(setup)
