@@ -26,6 +26,7 @@ def train(arguments: list[str]) -> int:
         rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
     from k3train.checkpoint.folder import committed
+    from k3train.config.schema import Offload
     from k3train.data.preflight import check_data
     from k3train.optim.memory import check_memory
     from k3train.optim.rules import assignments
@@ -35,6 +36,11 @@ def train(arguments: list[str]) -> int:
 
     assignments(run.model, run.optim)
     check_memory(run)
+    if run.optim.offload is Offload.cpu:
+        from k3train.optim.offload import host_adam
+
+        print("optim.offload=cpu: loading DeepSpeed's CPU Adam, compiled at first use (minutes)", flush=True)
+        host_adam()
     check_data(run)
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains

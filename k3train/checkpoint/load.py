@@ -54,7 +54,7 @@ def load_checkpoint(
     """Load parameters, buffers, master weights and moments saved under any layout; return the train state.
 
     ``verified`` tells that ``newest_good`` or ``verify`` has just read every byte; otherwise this does. With
-    ``optimizer=None`` only the model is loaded; a fresh optimizer then needs ``reload_model_params()``, or
+    ``optimizer=None`` only the model is loaded; a fresh optimizer then needs ``reload_master_weights``, or
     its master weights would undo the load. The random generators continue when the layout is that of the save
     and are seeded anew, the same way every time, when it is another.
     Raises CheckpointError, on every rank, when the checkpoint is damaged or does not fit the model exactly:
@@ -196,7 +196,7 @@ def _check_master_weights(path: Path, optimizer: Any) -> None:
         for param, master in master_slices(each).items():
             span = each._get_model_param_range_map(param)["param"]
             own = param.view(-1)[span.start : span.end]
-            if not torch.equal(own, master.to(own.dtype)):
+            if not torch.equal(own, master.to(own)):
                 raise CheckpointError(
                     f"{path}: parameters and fp32 master weights differ for a tensor of shape "
                     f"{list(param.shape)}: the checkpoint mixes two states, use an older one"

@@ -15,7 +15,7 @@ from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
 from k3train.config.problems import ConfigProblem
 from k3train.config.ranges import range_problems
-from k3train.config.schema import Parallel, Run, Schedule, Stage
+from k3train.config.schema import Offload, Optimizer, Parallel, Run, Schedule, Stage
 from k3train.config.secrets import HIDDEN, redact, variable_in
 
 Problems = Iterator[ConfigProblem]
@@ -190,6 +190,21 @@ def _fractions(run: Run) -> Problems:
             "optim.fractions",
             ("optim.warmup_fraction", "optim.schedule"),
         )
+
+
+def _offload(run: Run) -> Problems:
+    optim = run.optim
+    if optim.offload is Offload.none:
+        return
+    others = (
+        ("optim.optimizer", optim.optimizer is Optimizer.muon, "muon", "adamw"),
+        ("optim.qk_clip.enabled", optim.qk_clip.enabled, "true", "false"),
+    )
+    for key, on, value, instead in others:
+        if on:
+            rule = f"updates with AdamW on the host, which {key} = {value} cannot reach"
+            fix = f"Use {key}={instead}, or optim.offload=none"
+            yield ConfigProblem("optim.offload", optim.offload.value, rule, fix, "optim.offload", (key,))
 
 
 def _sources(run: Run) -> Problems:
@@ -456,6 +471,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _decay_steps,
     _learning_rates,
     _fractions,
+    _offload,
     _sources,
     _order,
     _mixes,

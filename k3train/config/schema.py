@@ -253,11 +253,21 @@ class Schedule(Enum):
     constant = "constant"
 
 
+class Offload(Enum):
+    """Where the optimizer's state lies and its update is computed."""
+
+    none = "none"
+    """On the rank's device."""
+    cpu = "cpu"
+    """On the host, with DeepSpeed's CPU Adam (extra: deepspeed): AdamW only."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Optim:
     """Optimizer and learning-rate schedule."""
 
     optimizer: Optimizer = Optimizer.adamw
+    offload: Offload = Offload.none
     learning_rate: float = 2e-3
     """Peak learning rate."""
     min_learning_rate: float = 2e-4

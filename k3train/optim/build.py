@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from k3train.config.schema import Optim, Optimizer
+from k3train.config.schema import Offload, Optim, Optimizer
 from k3train.optim import adam
 from k3train.optim.decay import is_decayed
 from k3train.optim.muon import MARK, MuonAdamW
+from k3train.optim.offload import HostAdam
 from k3train.optim.qk_clip import QkClip, mla_layers
 from k3train.optim.rules import Assignment, Rule, assignments
 from k3train.optim.slices import all_parameters, slices_of
@@ -58,6 +59,9 @@ def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
         use_distributed_optimizer=True,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
+    on_host = optim.offload is Offload.cpu
+    # megatron-core then makes no master weights and leaves fp32 gradients beside the parameters' slices.
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
 
     def having(name: str, fn: Any) -> Any:
         return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))
@@ -79,7 +83,11 @@ def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
     # wd_mult is only a note in the group that megatron-core's own scheduler would apply.
     for group in optimizer.param_groups:
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-    if rules or optim.qk_clip.enabled:
+    if on_host:
+        for each in members(optimizer):
+            each.optimizer = HostAdam(each.optimizer.param_groups)
+            each.init_state_fn = lambda inner, config: inner.allocate()
+    elif rules or optim.qk_clip.enabled:
         _add_muon(optim, optimizer, chunks, rules, groups)
     return optimizer
 
@@ -135,6 +143,14 @@ def allocate_state(optimizer: Any) -> None:
         each.init_state_fn(each.optimizer, each.config)
 
 
+def reload_master_weights(optimizer: Any) -> None:
+    """Make master weights of the parameters, which something else than the optimizer has changed."""
+    optimizer.reload_model_params()
+    for each in members(optimizer):
+        if isinstance(each.optimizer, HostAdam):
+            each.optimizer.reload()
+
+
 def optimizer_steps(optimizer: Any) -> int:
     """How many times AdamW has stepped: the t of its bias correction. 0 on a rank without parameters."""
     return max((int(group.get("step", 0)) for group in optimizer.param_groups), default=0)
@@ -174,7 +190,8 @@ def apply_gradients(optimizer: Any, norm: float) -> None:
     for each in members(optimizer):
         parameters = each.get_parameters()
         if parameters and each.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(parameters, each.config.clip_grad, norm)
+            beside = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, each.config.clip_grad, norm, use_decoupled_grad=beside)
     optimizer.step_with_ready_grads()
 
 

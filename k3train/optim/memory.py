@@ -11,7 +11,7 @@ from rich.table import Table
 
 from k3train.config.merge import world_size
 from k3train.config.problems import ConfigError, ConfigProblem
-from k3train.config.schema import Precision, Recompute, Run
+from k3train.config.schema import Offload, Optimizer, Precision, Recompute, Run
 from k3train.curriculum.stages import StagePlan, stage_table
 from k3train.optim.rules import Assignment, Rule, assignments
 from k3train.parallel.layout import Layout, chunk_layers, make_layout
@@ -66,12 +66,23 @@ def stage_memory(run: Run, plan: StagePlan) -> Memory:
     passes = plan.sequences_per_step // (layout.dp * plan.stage.micro_batch_sequences)
     activations = Activations(run.model, layout, recompute_plan(parallel), tokens)
     rules = assignments(run.model, run.optim)
-    ranks = (rank_memory(activations, rules, passes, rank) for rank in range(layout.pp))
+    on_host = run.optim.offload is Offload.cpu
+    ranks = (rank_memory(activations, rules, passes, rank, on_host=on_host) for rank in range(layout.pp))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def rank_memory(activations: Activations, rules: dict[str, Assignment], passes: int, pp_rank: int) -> Memory:
-    """What each rank of one pipeline rank holds, with ``passes`` micro-batches a step."""
+def rank_memory(
+    activations: Activations,
+    rules: dict[str, Assignment],
+    passes: int,
+    pp_rank: int,
+    *,
+    on_host: bool = False,
+) -> Memory:
+    """What each rank of one pipeline rank holds, with ``passes`` micro-batches a step.
+
+    With ``on_host`` the optimizer's state is on the host.
+    """
     model, layout = activations.model, activations.layout
     bf16 = model.precision is Precision.bf16
     parameters = gradients = state = 0
@@ -86,7 +97,8 @@ def rank_memory(activations: Activations, rules: dict[str, Assignment], passes: 
         own = math.prod(parameter.shape) // cut
         parameters += own * (2 if bf16 and not parameter.fp32 else 4)
         gradients += own * 4
-        state += state_bytes(assigned, bf16=bf16) // (cut * shared_by)
+        if not on_host:
+            state += state_bytes(assigned, bf16=bf16, on_host=False) // (cut * shared_by)
     kept = [activations.chunk(pp_rank, chunk) for chunk in range(layout.vp)]
     return Memory(
         pp_rank=pp_rank,
@@ -109,12 +121,13 @@ def in_flight(layout: Layout, pp_rank: int, passes: int) -> int:
     return min(passes * layout.vp, warm_up + 1)
 
 
-def state_bytes(assigned: Assignment, *, bf16: bool) -> int:
+def state_bytes(assigned: Assignment, *, bf16: bool, on_host: bool) -> int:
     """Bytes over all ranks that the optimizer keeps of a parameter: master weights and moments, fp32.
 
-    A parameter that is fp32 is its own master weight.
+    A parameter that is fp32 is its own master weight, except where the optimizer works on the host.
     """
-    copies = (1 if assigned.rule is not Rule.adamw else 2) + (bf16 and not assigned.parameter.fp32)
+    own_master = on_host or (bf16 and not assigned.parameter.fp32)
+    copies = (1 if assigned.rule is not Rule.adamw else 2) + own_master
     return 4 * copies * math.prod(assigned.parameter.shape)
 
 
@@ -168,7 +181,8 @@ def _fix(run: Run, plan: StagePlan, largest: str) -> str:
         case "activations" | "work space":
             return f"R{smaller[1:]}"
         case "optimizer state":
-            return "Start more ranks, which share it, or raise parallel.pp, parallel.tp or parallel.ep"
+            fix = "Start more ranks, which share it, or raise parallel.pp, parallel.tp or parallel.ep"
+            return f"{fix}, or set optim.offload=cpu" if run.optim.optimizer is Optimizer.adamw else fix
         case _:
             return "Raise parallel.pp, parallel.tp or parallel.ep"
 

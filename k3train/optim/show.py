@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from k3train.config.schema import Optimizer, Precision, Run
+from k3train.config.schema import Offload, Optimizer, Precision, Run
 from k3train.optim.decay import is_decayed
 from k3train.optim.memory import state_bytes
 from k3train.optim.rules import Assignment, Rule, assignments
@@ -51,13 +51,15 @@ def _rule(assigned: Assignment) -> str:
 
 def _print_settings(run: Run, found: Iterable[Assignment], console: Console) -> None:
     optim, bf16 = run.optim, run.model.precision is Precision.bf16
+    on_host = optim.offload is Offload.cpu
     numbers = {True: 0, False: 0}
     kept = 0
     for assigned in found:
         numbers[assigned.rule is Rule.adamw] += math.prod(assigned.parameter.shape)
-        kept += state_bytes(assigned, bf16=bf16)
+        kept += state_bytes(assigned, bf16=bf16, on_host=on_host)
     lines = [
         f"AdamW: {numbers[True]:,} parameters, betas {optim.beta1:g} and {optim.beta2:g}, eps {optim.eps:g}"
+        f"{', on the host' if on_host else ''}"
     ]
     if optim.optimizer is Optimizer.muon:
         muon = optim.muon
@@ -69,5 +71,5 @@ def _print_settings(run: Run, found: Iterable[Assignment], console: Console) -> 
         )
     clip = optim.qk_clip
     lines.append(f"QK-Clip: {f'logits to {clip.threshold:g}' if clip.enabled else 'off'}")
-    lines.append(f"optimizer state: {kept / 2**30:,.3f} GiB over all ranks")
+    lines.append(f"optimizer state: {kept / 2**30:,.3f} GiB over all ranks{', on hosts' if on_host else ''}")
     console.print("\n".join(lines), soft_wrap=True, highlight=False)

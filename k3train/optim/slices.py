@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from k3train.optim.offload import HostAdam
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -23,7 +25,17 @@ class Slice:
 
 
 def master_slices(member: Any) -> dict[Any, Tensor]:
-    """Master weights, fp32 and flat, of each parameter of which this rank holds a slice."""
+    """Master weights, fp32 and flat, of each parameter of which this rank holds a slice.
+
+    HostAdam has them on the host.
+    """
+    if isinstance(member.optimizer, HostAdam):
+        pairs = [
+            *zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True),
+            *zip(member.model_float16_groups, member.shard_float16_groups, strict=True),
+        ]
+        masters = member.optimizer.masters
+        return {p: masters[own] for params, owns in pairs for p, own in zip(params, owns, strict=True)}
     pairs = [
         *zip(member.model_fp32_groups, member.shard_fp32_groups, strict=True),
         *zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True),

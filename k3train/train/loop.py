@@ -13,6 +13,7 @@ from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 from k3train.faults import point
+from k3train.optim.build import reload_master_weights
 from k3train.train.evaluate import eval_contexts, evaluate
 from k3train.train.examine import TrainingError, Verdict
 from k3train.train.guards import Action
@@ -174,5 +175,5 @@ def restore(setup: StageSetup, progress: Progress, latest: Path | None) -> None:
         )
     elif start_from is not None:
         load_checkpoint(Path(start_from), chunks=setup.chunks, optimizer=None, groups=setup.groups)
-        setup.optimizer.reload_model_params()
+        reload_master_weights(setup.optimizer)
     check_text(setup, progress, state)

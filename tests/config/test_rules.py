@@ -45,6 +45,18 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "at most 0.5",
     ),
     (
+        "optim.offload",
+        {"optim.offload": "cpu", "optim.optimizer": "muon"},
+        "optim.offload",
+        "optim.optimizer=adamw",
+    ),
+    (
+        "optim.offload",
+        {"optim.offload": "cpu", "optim.qk_clip.enabled": True},
+        "optim.offload",
+        "optim.qk_clip.enabled=false",
+    ),
+    (
         "stage.peak-learning-rate",
         {f"{AT}.learning_rate": {"peak": 1e-5}},
         f"{AT}.learning_rate.peak",

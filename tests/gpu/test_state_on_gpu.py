@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from k3train.backend.start import end_process, seed_everything, start_backend, start_processes
-from k3train.config.schema import Device, Parallel, Precision
+from k3train.config.schema import Device, Offload, Optim, Parallel, Precision
 
 device = start_backend(Device.cuda)
 start_processes(device, timeout_seconds=60)
@@ -24,10 +24,13 @@ from k3train.checkpoint.folder import newest_good
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.save import save_checkpoint
 from k3train.checkpoint.state import model_state, optimizer_state
+from k3train.optim.build import members
+from k3train.optim.slices import master_slices
 from tests.parallel.toy import build_toy, parts, train_toy
 
 folder = Path(sys.argv[1])
-chunks, optimizer, groups = build_toy(1, Parallel(), Precision[sys.argv[2]])
+optim = Optim(offload=Offload[sys.argv[3]])
+chunks, optimizer, groups = build_toy(1, Parallel(), Precision[sys.argv[2]], optim)
 
 
 def everything():
@@ -49,16 +52,25 @@ assert torch.equal(torch.rand(3, device=device), draws)
 assert train_toy(chunks, optimizer, groups, steps=2, start=2) == straight
 assert all(torch.equal(a[3], b[3]) for a, b in zip(end, everything(), strict=True))
 assert all(p.is_cuda for p in chunks[0].parameters())
+for member in members(optimizer):
+    for param, master in master_slices(member).items():
+        held = [master, *(v for v in member.optimizer.state[master].values() if torch.is_tensor(v))]
+        assert len(held) == 3
+        assert {each.is_cuda for each in held} == {optim.offload is Offload.none}
+        assert torch.equal(param.flatten().cpu(), master.to(param.dtype).cpu())  # copied back
 print("same", flush=True)
 end_process(0)
 """
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: str, offload: str) -> None:
+    if offload == "cpu":
+        pytest.importorskip("deepspeed")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), precision],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), precision, offload],
         capture_output=True,
         text=True,
         timeout=240,

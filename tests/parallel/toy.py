@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from k3train.checkpoint.state import model_state
 from k3train.config.schema import Model, Optim, Parallel, Precision
 from k3train.model.config import make_config
-from k3train.optim.build import allocate_state, build_optimizer, optimizer_step
+from k3train.optim.build import allocate_state, build_optimizer, optimizer_step, reload_master_weights
 from k3train.parallel.groups import Groups, start_groups
 from k3train.parallel.layout import chunk_layers, make_layout
 
@@ -133,7 +133,7 @@ def build_toy(world: int, parallel: Parallel, precision: Precision, optim: Optim
     for sharded in local_tensors(chunks, groups):
         sharded.data.data.copy_(draw(sharded, seed=0))
     optimizer = build_optimizer(optim or Optim(), chunks, groups)
-    optimizer.reload_model_params()
+    reload_master_weights(optimizer)
     allocate_state(optimizer)
     return chunks, optimizer, groups
 

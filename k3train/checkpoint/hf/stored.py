@@ -1,7 +1,7 @@
 """k3train checkpoints on one process without process groups: whole tensors in, and whole tensors out.
 
-torch's planner interface does the work. Which layout wrote a checkpoint shows only in how its tensors are
-cut, and the planner puts them together.
+Which layout wrote a checkpoint shows only in how its tensors are cut, and the index tells where each piece
+belongs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -34,9 +34,17 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from k3train.checkpoint.hf.names import Shape
-from k3train.checkpoint.manifest import Manifest, digest_file, sync_folder, write_durably, write_manifest
+from k3train.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    digest_file,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
 from k3train.checkpoint.reader import PlainReader
 from k3train.checkpoint.stage import FORMAT_NOTE, TRAIN_STATE, rng_file
 
@@ -52,23 +60,45 @@ class StoredTensors:
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when the index is damaged or more than plain data."""
-        self._reader = PlainReader(path)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self.forms: dict[str, tuple[Shape, torch.dtype]] = {
-            name: (tuple(entry.size), entry.properties.dtype)
+        self._path = path
+        self._metadata = PlainReader(path).read_metadata()
+        self._entries = {
+            name: entry
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
+        }
+        self.forms: dict[str, tuple[Shape, torch.dtype]] = {
+            name: (tuple(entry.size), entry.properties.dtype) for name, entry in self._entries.items()
         }
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         shape, dtype = self.forms[name]
+        chunks = self._entries[name].chunks
+        if len(chunks) == 1:
+            return self._piece(name, chunks[0])
         whole = torch.empty(shape, dtype=dtype)
-        planner = DefaultLoadPlanner()
-        planner.set_up_planner({name: whole}, self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        for chunk in chunks:
+            place = zip(chunk.offsets, chunk.sizes, strict=True)
+            whole[tuple(slice(first, first + size) for first, size in place)] = self._piece(name, chunk)
         return whole
+
+    def _piece(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """One piece, read straight into its place: torch's reader would hold it twice beside the whole."""
+        info = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        path = self._path / info.relative_path
+        with path.open("rb") as file:
+            view: Any = _create_file_view(file, info.offset, info.length)
+            try:
+                piece = torch.load(view, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch refuses in several ways whatever is no tensor
+                raise CheckpointError(
+                    f"{name} in {path} cannot be read as a plain tensor: {error}"
+                ) from error
+        form = self.forms[name][1], chunk.sizes
+        if not isinstance(piece, Tensor) or (piece.dtype, piece.shape) != form:
+            raise CheckpointError(f"{path} does not hold its piece of {name}")
+        return piece
 
 
 class NewTensor:

@@ -79,11 +79,14 @@ def test_too_small_a_device_is_refused_before_ranks_start(capsys: pytest.Capture
         said = capsys.readouterr().err
         assert re.search(
             r"stage s8192 needs about 89\.\d GiB on a rank, more than the 80\.0 GiB of its device; the "
-            r"largest part, optimizer state, takes 49\.5\. Start more ranks, .*\[stage\.memory\]",
+            r"largest part, optimizer state, takes 49\.5\. Start more ranks, .* or set optim\.offload=cpu; "
+            r".*\[stage\.memory\]",
             said,
         ), said
     for enough in ("140", "0"):
         assert main(["check", settings[0], f"cluster.device_memory_gib={enough}"]) == 0
+    assert main(["check", *settings, "optim.offload=cpu"]) == 0
+    capsys.readouterr()
     assert main(["show", settings[0]]) == 0
     assert re.search(r"^s8192 +8\.3 +16\.5 +49\.5 +12\.\d +2\.\d +89\.\d *$", capsys.readouterr().out, re.M)
 

@@ -49,6 +49,11 @@ def test_bytes_of_the_state(capsys: pytest.CaptureFixture[str]) -> None:
 
     # bf16: 12 bytes a parameter with AdamW; Muon saves the second moment of all but 0.1 %.
     assert gib("experiment=k3", "optim=adamw") / gib("experiment=k3") == pytest.approx(1.5, abs=0.005)
+    # On the host fp32 parameters have master weights too: 12 bytes a parameter in every model.
+    fp32 = ("model.precision=fp32", "optim=adamw")
+    assert gib(*fp32, "optim.offload=cpu") / gib(*fp32) == pytest.approx(1.5, abs=0.005)
+    (line,) = (each[0] for each in printed("optim.offload=cpu") if each[0].startswith("AdamW: "))
+    assert line.endswith(", on the host")
     assert main(["show", "optim", "optim=muon"]) == 0
     out = capsys.readouterr().out
     assert "Muon, per head: 2 times 32 x 64" in out
