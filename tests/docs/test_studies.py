@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,7 @@ def load(name: str) -> ModuleType:
 
 
 simulation = load("simulate_routers")
+comparison = load("compare_optimizers")
 
 
 def test_quantile_balances_in_six_steps_what_the_sign_rule_does_not_in_a_hundred() -> None:
@@ -41,3 +43,18 @@ def test_worlds_shift_and_cluster() -> None:
     assert next(still).shape == (512, 8)
     copies = next(simulation.World(8, 1).clustered(512, 4, 0.0))
     assert len(copies.unique(dim=0)) <= 4
+
+
+def test_the_page_holds_the_tables_of_the_comparison_s_results() -> None:
+    results = json.loads(comparison.RESULTS.read_text())
+    assert comparison.tables(results) in comparison.PAGE.read_text()
+    assert {run["optimizer"] for run in results["runs"]} == {"adamw", "muon"}
+    losses = {}
+    for optimizer, rate in comparison.best_rates(results["runs"]).items():
+        at = [r for r in results["runs"] if (r["optimizer"], r["learning_rate"]) == (optimizer, rate)]
+        losses[optimizer] = {run["seed"]: run["heldout_loss"] for run in at}
+        assert set(losses[optimizer]) == {1, 2, 3}
+        rates = {run["learning_rate"] for run in results["runs"] if run["optimizer"] == optimizer}
+        assert min(rates) < rate < max(rates), "the best rate lies between others"
+    assert len({run["tokens"] for run in results["runs"]}) == 1
+    assert all(losses["muon"][seed] < losses["adamw"][seed] for seed in (1, 2, 3))
