@@ -210,7 +210,7 @@ def drill(arguments: list[str]) -> int:
     from k3train.drill.program import chosen
     from k3train.drill.program import drill as play
 
-    rows = chosen(options.faults) if options.faults else () if options.kills else ROWS
+    rows = chosen(options.faults) if options.faults is not None else () if options.kills else ROWS
     if options.list:
         for row in rows or ROWS:
             print(f"{row.name:20} {row.fault}")

@@ -81,6 +81,7 @@ POINTS: dict[str, str] = {
     "step.update": "before the optimizer steps",
     "step.end": "a step is done but not yet recorded",
     "eval.batch": "before each held-out batch",
+    "ckpt.verify": "before this rank reads its share of a checkpoint's files to verify them",
     "ckpt.begin": "a save begins; nothing is written",
     "ckpt.shard": "before each tensor that this rank writes: a later occurrence is in mid-file",
     "ckpt.after_shard_write": "this rank's tensors are written, its small files are not",

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from k3train.config import schema
 from k3train.model.payload import schedule_config
-from k3train.optim.build import build_optimizer, optimizer_step
+from k3train.optim.build import build_optimizer
 from k3train.parallel.groups import Groups, stop_groups
 from k3train.router.update import update_biases
 from tests import model_step, sharded
 from tests.model_step import Micro
+from tests.optimizer_step import optimizer_step
 from tests.parity.test_model import randomise
 from tests.ranks import run_ranks
 

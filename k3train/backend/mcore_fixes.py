@@ -7,6 +7,7 @@ refuses another one, because a fix for code that has changed is a new fault.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +16,15 @@ import torch
 
 MEGATRON_VERSION = "0.19.2"
 _applied = False
+
+
+def before_import() -> None:
+    """What must hold before megatron-core is first imported.
+
+    It imports nvidia-resiliency-ext's checkpoints where that is installed, which k3train does not use, and
+    with a version below 0.6 that ends in an AttributeError.
+    """
+    sys.modules.setdefault("nvidia_resiliency_ext.checkpointing", None)  # pyright: ignore[reportArgumentType]
 
 
 def apply() -> None:

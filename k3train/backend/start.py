@@ -25,6 +25,7 @@ def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.de
     With a GPU the device is ``cuda:LOCAL_RANK``. Raises Unavailable when ``device=cuda`` finds no GPU.
     """
     _quiet_libraries()
+    mcore_fixes.before_import()
     use_cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     if use_cuda and not torch.cuda.is_available():
         raise Unavailable("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")

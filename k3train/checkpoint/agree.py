@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException  # derives from BaseException
 
 from k3train.checkpoint.manifest import CheckpointError
+from k3train.config.problems import BadInput
 
 
 def every_rank[T](work: Callable[[], T]) -> list[T]:
@@ -65,7 +66,7 @@ def describe(error: BaseException) -> str:
     """What went wrong, in one sentence, for the ranks that did not see it."""
     if isinstance(error, CheckpointException) and error.failures:
         return describe(next(iter(error.failures.values()))[0])
-    if isinstance(error, CheckpointError):
+    if isinstance(error, BadInput):
         return str(error)
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"

@@ -108,6 +108,7 @@ def _check_trusted_if_complete(path: Path) -> None:
 def _verify_content(path: Path) -> None:
     def check_my_share() -> None:
         manifest = read_manifest(path)
+        point("ckpt.verify")
         check_files(path, manifest, sorted(manifest.files)[rank() :: world()])
 
     every_rank(check_my_share)

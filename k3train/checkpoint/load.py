@@ -101,9 +101,12 @@ def _check_files_read(path: Path) -> None:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / TRAIN_STATE).read_bytes())
+        record = json.loads((path / TRAIN_STATE).read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / TRAIN_STATE} cannot be read: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("train"), dict):
+        raise CheckpointError(f"{path / TRAIN_STATE} holds no train state: this is no checkpoint of k3train")
+    return record
 
 
 def _read_tensors(path: Path, state: dict[str, Any]) -> dict[str, Any]:

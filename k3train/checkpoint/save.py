@@ -50,64 +50,61 @@ _POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(
-    directory: Path,
-    *,
-    chunks: Sequence[Any],
-    optimizer: Any,
-    train_state: dict[str, Any],
-    groups: Groups,
-    keep: int,
-    milestone: bool = False,
-) -> Path:
-    """Write the checkpoint of ``train_state["step"]`` into ``directory`` and return its folder.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """What a checkpoint is made of and where it goes; every rank has one."""
 
-    ``train_state`` is JSON data: step, tokens, stage, data position, fingerprint, whatever the caller needs
-    to continue. The folder is written under a temporary name, every file is digested while it is written and
-    read back by the rank that wrote it, and only then renamed; afterwards all but the newest ``keep``
-    complete checkpoints and the milestones are deleted. When a good checkpoint of the same state exists,
-    nothing is written again.
+    directory: Path
+    """Folder of the checkpoints."""
+    chunks: Sequence[Any]
+    """This rank's model chunks, wrapped in megatron-core's DistributedDataParallel."""
+    optimizer: Any
+    train_state: dict[str, Any]
+    """JSON data: step, tokens, stage, data position, whatever the caller needs to continue."""
+    groups: Groups
+    keep: int
+    """Complete checkpoints that stay, newest first, besides the milestones."""
+    milestone: bool = False
+
+
+def save_checkpoint(save: Save) -> Path:
+    """Write the checkpoint of ``save.train_state["step"]`` and return its folder.
+
+    The folder is written under a temporary name, every file is digested while it is written and read back by
+    the rank that wrote it, and only then renamed; afterwards older checkpoints are deleted. When a good
+    checkpoint of the same state exists, nothing is written again.
     Raises CheckpointNotWritten on every rank when any rank fails; older checkpoints are then untouched.
     Every rank of the world must call this.
     """
-    save = _prepare(directory, chunks, optimizer, train_state, groups, keep, milestone)
-    if isinstance(save, Path):
-        return save
+    begun = _prepare(save)
+    if isinstance(begun, Path):
+        return begun
     written: list[Written] = []
-    with private_files(), _or_not_written(save.final, save.staged.folder):
-        every_rank(lambda: written.append(write(save.staged)))
-    return _commit_everywhere(save, written[0])
+    with private_files(), _or_not_written(begun.final, begun.staged.folder):
+        every_rank(lambda: written.append(write(begun.staged)))
+    return _commit_everywhere(begun, written[0])
 
 
-def begin_save(
-    directory: Path,
-    *,
-    chunks: Sequence[Any],
-    optimizer: Any,
-    train_state: dict[str, Any],
-    groups: Groups,
-    keep: int,
-    milestone: bool = False,
-) -> PendingSave:
+def begin_save(save: Save) -> PendingSave:
     """Copy the state to the host and let a process of its own write it: see ``save_checkpoint``.
 
     The files are bit for bit those of a save that waits. Raises CheckpointNotWritten on every rank when the
     copying fails on one. Every rank of the world must call this.
     """
-    save = _prepare(directory, chunks, optimizer, train_state, groups, keep, milestone)
-    if isinstance(save, Path):
-        return PendingSave(None, None, save)
-    with private_files(), _or_not_written(save.final, save.staged.folder):
+    begun = _prepare(save)
+    if isinstance(begun, Path):
+        return PendingSave(None, None, begun)
+    with private_files(), _or_not_written(begun.final, begun.staged.folder):
         writers: list[Writer] = []
-        every_rank(lambda: writers.append(Writer(lambda: write(save.staged))))
-    return PendingSave(save, writers[0], None)
+        every_rank(lambda: writers.append(Writer(lambda: write(begun.staged))))
+    return PendingSave(begun, writers[0], None)
 
 
 class PendingSave:
     """A checkpoint that other processes are writing. It is no checkpoint before ``poll`` has returned it."""
 
-    def __init__(self, save: _Save | None, writer: Writer | None, done: Path | None) -> None:
-        self._save, self._writer, self._done = save, writer, done
+    def __init__(self, begun: _Begun | None, writer: Writer | None, done: Path | None) -> None:
+        self._begun, self._writer, self._done = begun, writer, done
 
     @property
     def writer_pid(self) -> int | None:
@@ -120,17 +117,17 @@ class PendingSave:
         Raises CheckpointNotWritten on every rank as soon as one rank's writer has failed or died. Every rank
         of the world must call this.
         """
-        if self._done or self._save is None or self._writer is None:
+        if self._done or self._begun is None or self._writer is None:
             return self._done
         status = _worst(self._writer.status())
         if status is Status.running:
             return None
         if status is Status.failed:
             writer = self._writer
-            with _or_not_written(self._save.final, self._save.staged.folder):
+            with _or_not_written(self._begun.final, self._begun.staged.folder):
                 every_rank(lambda: writer.result() if writer.status() is Status.failed else writer.end())
-        self._done = _commit_everywhere(self._save, self._writer.result())
-        self._save = None
+        self._done = _commit_everywhere(self._begun, self._writer.result())
+        self._begun = None
         return self._done
 
     def wait(self) -> Path:
@@ -145,15 +142,24 @@ class PendingSave:
             self._writer.end()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Save:
+@dataclass(frozen=True, slots=True)
+class _Begun:
     """One checkpoint on its way to the disk."""
 
-    final: Path
+    save: Save
     staged: Staged
-    step: int
-    keep: int
-    milestone: bool
+
+    @property
+    def step(self) -> int:
+        return self.save.train_state["step"]
+
+    @property
+    def final(self) -> Path:
+        return _final(self.save)
+
+
+def _final(save: Save) -> Path:
+    return save.directory / step_name(save.train_state["step"])
 
 
 @contextmanager
@@ -178,35 +184,26 @@ def _free(directory: Path) -> str:
     return f"{free} bytes, {free / 2**30:.2f} GiB, are free in {directory}"
 
 
-def _prepare(
-    directory: Path,
-    chunks: Sequence[Any],
-    optimizer: Any,
-    train_state: dict[str, Any],
-    groups: Groups,
-    keep: int,
-    milestone: bool,
-) -> _Save | Path:
+def _prepare(save: Save) -> _Begun | Path:
     """The save, staged; or the folder of a good checkpoint of the same state."""
-    step = train_state["step"]
-    final = directory / step_name(step)
-    allocate_state(optimizer)
-    record = json.dumps(_record(optimizer, train_state, groups), sort_keys=True, indent=1).encode()
-    if _saved_before(final, record, milestone):
+    final = _final(save)
+    allocate_state(save.optimizer)
+    record = json.dumps(_record(save), sort_keys=True, indent=1).encode()
+    if _saved_before(final, record, save.milestone):
         return final
     with private_files(), _or_not_written(final):
-        scratch = every_rank(lambda: _new_scratch(directory, step))[0]
+        scratch = every_rank(lambda: _new_scratch(save.directory, save.train_state["step"]))[0]
     with _or_not_written(final, scratch):
         staged: list[Staged] = []
-        every_rank(lambda: staged.append(stage(scratch, chunks, optimizer, groups, record)))
-    return _Save(final=final, staged=staged[0], step=step, keep=keep, milestone=milestone)
+        every_rank(lambda: staged.append(stage(scratch, save.chunks, save.optimizer, save.groups, record)))
+    return _Begun(save, staged[0])
 
 
-def _record(optimizer: Any, train_state: dict[str, Any], groups: Groups) -> dict[str, Any]:
+def _record(save: Save) -> dict[str, Any]:
     return {
-        "train": train_state,
-        "optimizer_steps": max(every_rank(lambda: optimizer_steps(optimizer))),
-        "layout": layout_identity(groups),
+        "train": save.train_state,
+        "optimizer_steps": max(every_rank(lambda: optimizer_steps(save.optimizer))),
+        "layout": layout_identity(save.groups),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "numpy")},
     }
 
@@ -250,25 +247,25 @@ def _worst(status: Status) -> Status:
     return Status(int(value.item()))
 
 
-def _commit_everywhere(save: _Save, written: Written) -> Path:
+def _commit_everywhere(begun: _Begun, written: Written) -> Path:
     """Make the checkpoint of all ranks' files; every rank of the world must call this."""
-    with private_files(), _or_not_written(save.final, save.staged.folder):
+    with private_files(), _or_not_written(begun.final, begun.staged.folder):
         gathered = gather_on_first(written)
-        on_first_rank(lambda: _commit(save, gathered))
-    every_rank(lambda: _prune(save))
-    return save.final
+        on_first_rank(lambda: _commit(begun, gathered))
+    every_rank(lambda: _prune(begun))
+    return begun.final
 
 
-def _commit(save: _Save, written: list[Written]) -> None:
-    scratch, final = save.staged.folder, save.final
+def _commit(begun: _Begun, written: list[Written]) -> None:
+    scratch, final = begun.staged.folder, begun.final
     files: dict[str, FileEntry] = {}
     for own in written:
         files.update(own.files)
-    for name in save.staged.write_index([own.results for own in written]):
+    for name in begun.staged.write_index([own.results for own in written]):
         sync_file(scratch / name)
         files[name] = digest_file(scratch / name)
     PlainReader(scratch).read_metadata()  # what could not be loaded again is no checkpoint
-    manifest = Manifest(step=save.step, milestone=save.milestone, files=files)
+    manifest = Manifest(step=begun.step, milestone=begun.save.milestone, files=files)
     # A file that another rank wrote is missing here when the folder is not on a file system all nodes share.
     check_sizes(scratch, manifest)
     point("ckpt.manifest")
@@ -277,7 +274,7 @@ def _commit(save: _Save, written: list[Written]) -> None:
     point("ckpt.rename")
     aside = None
     if final.exists():
-        aside = final.with_name(scratch_name(save.step, "replaced"))
+        aside = final.with_name(scratch_name(begun.step, "replaced"))
         os.rename(final, aside)
     os.rename(scratch, final)
     point("ckpt.pointer")
@@ -287,11 +284,11 @@ def _commit(save: _Save, written: list[Written]) -> None:
         shutil.rmtree(aside)
 
 
-def _prune(save: _Save) -> None:
+def _prune(begun: _Begun) -> None:
     point("ckpt.prune")
     if rank() != 0:
         return
     try:
-        prune(save.final.parent, keep=save.keep)
+        prune(begun.final.parent, keep=begun.save.keep)
     except OSError as error:  # the new checkpoint is there and good
         logger.warning("an old checkpoint cannot be deleted: %s: %s", error.filename, error.strerror)

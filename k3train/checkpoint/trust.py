@@ -25,7 +25,10 @@ def private_files() -> Iterator[None]:
 
 
 def owned_by_us(path: Path) -> bool:
-    """Whether ``path`` itself, and not what a symbolic link points at, is this user's or root's."""
+    """Whether ``path`` itself, and not what a symbolic link points at, is this user's or root's.
+
+    Where the file system gives what this process makes another owner, that is this user too.
+    """
     owner = path.lstat().st_uid
     return owner in (0, os.geteuid()) or owner == _uid_in(path.parent)
 

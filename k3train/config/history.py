@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from k3train.config.problems import BadInput
 
 HISTORY = "history.jsonl"
 RUN_ID = "run_id"
@@ -30,18 +33,21 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / HISTORY
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict):
+            entries.append(cast("dict[str, Any]", entry))
     return entries
 
 
 def run_id(run_dir: Path) -> str:
-    """The run's id: made at its first start and the same after every requeue, on every machine."""
+    """The run's id: made at its first start and the same after every requeue, on every machine.
+
+    Raises BadInput when the file holds something else.
+    """
     path = run_dir / RUN_ID
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    if not path.exists():
         run_dir.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{RUN_ID}.{uuid.uuid4().hex}")
         partial.write_text(f"{uuid.uuid4().hex[:12]}\n", encoding="utf-8")
@@ -51,4 +57,7 @@ def run_id(run_dir: Path) -> str:
             pass
         finally:
             partial.unlink()
-        return path.read_text(encoding="utf-8").strip()
+    found = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
+        raise BadInput(f"{path} holds no run's id, which is one word: restore it, or remove it")
+    return found

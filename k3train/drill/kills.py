@@ -1,4 +1,8 @@
-"""Random SIGKILLs of random ranks, one run after another, until there were as many as asked for."""
+"""Random SIGKILLs of random ranks, one run after another, until there were as many as asked for.
+
+Every other run saves beside training. There a kill while writing hits the writer, which its rank survives, so
+the rank is killed too, some steps later.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,9 @@ MOMENTS: dict[str, list[tuple[str, int]]] = {
 }
 """Where kills fall: points, and up to which occurrence. Those of any moment come some time after a start."""
 
+WRITERS = ("ckpt.shard", "ckpt.after_shard_write")
+"""Points of the process that writes, which is not the rank when it saves beside training."""
+
 LATEST_SECONDS = 4.0
 """How long after its start a rank is killed at any moment, at most; a run of a rank takes about as long."""
 
@@ -46,7 +53,12 @@ class Storm:
 
     kills: Counter[str] = field(default_factory=Counter)
     """By moment."""
+    beside: int = 0
+    """How many of them in runs that save beside training."""
+    writers: int = 0
+    """How many of those hit a writer and not its rank."""
     runs: int = 0
+    starts: int = 0
     mismatches: int = 0
     """Recorded losses that differ from the golden run's in any bit, or are missing."""
     lost: int = 0
@@ -71,12 +83,18 @@ class Storm:
         return not (self.mismatches or self.lost or self.orphans or self.failed)
 
 
-def plan_of_kills(rng: random.Random, ranks: int, count: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """One kill for each of ``count`` starts, and the kind of moment of each."""
-    faults, moments = [], []
-    for start in range(count):
-        moment = rng.choice(list(MOMENTS))
-        name, latest = rng.choice(MOMENTS[moment])
+type Moments = dict[tuple[int, str], str]
+"""Kind of moment of each kill, by start and point."""
+
+
+def plan_of_kills(
+    rng: random.Random, ranks: int, count: int, *, asynchronous: bool
+) -> tuple[list[dict[str, Any]], Moments]:
+    """A kill of a rank in each of ``count`` starts, and of a writer before it in some that have writers."""
+    faults: list[dict[str, Any]] = []
+    moments: Moments = {}
+
+    def add(start: int, moment: str, name: str, latest: int) -> None:
         fault: dict[str, Any] = {
             "point": name,
             "kind": "kill",
@@ -87,7 +105,14 @@ def plan_of_kills(rng: random.Random, ranks: int, count: int) -> tuple[list[dict
         if moment == "any moment":
             fault["seconds"] = rng.uniform(0, LATEST_SECONDS)
         faults.append(fault)
-        moments.append(moment)
+        moments[start, name] = moment
+
+    for start in range(count):
+        moment = rng.choice(list(MOMENTS))
+        name, latest = rng.choice(MOMENTS[moment])
+        add(start, moment, name, latest)
+        if asynchronous and name in WRITERS:
+            add(start, "compute", "step.begin", 5)
     return faults, moments
 
 
@@ -101,7 +126,10 @@ def storm(bench: Bench, kills: int) -> Storm:
         began = time.monotonic()
         count = min(KILLS_PER_RUN, kills - result.total)
         run = bench.new_run(layout, restarts=count)
-        faults, moments = plan_of_kills(rng, LAYOUTS[layout].ranks, count)
+        run.checkpoint.asynchronous = result.runs % 2 == 1
+        faults, moments = plan_of_kills(
+            rng, LAYOUTS[layout].ranks, count, asynchronous=run.checkpoint.asynchronous
+        )
         outcome = bench.start(run, faults)
         _count(result, bench, layout, outcome, moments)
         result.seconds += time.monotonic() - began
@@ -112,10 +140,14 @@ def storm(bench: Bench, kills: int) -> Storm:
     return result
 
 
-def _count(result: Storm, bench: Bench, layout: str, outcome: Outcome, moments: list[str]) -> None:
+def _count(result: Storm, bench: Bench, layout: str, outcome: Outcome, moments: Moments) -> None:
     trained = read_trained(outcome.run)
     result.runs += 1
-    result.kills.update(moments[fault["restart"]] for fault in outcome.happened)
+    result.starts += 1 + len(outcome.failures)
+    result.kills.update(moments[fault["restart"], fault["point"]] for fault in outcome.happened)
+    if outcome.run.checkpoint.asynchronous:
+        result.beside += len(outcome.happened)
+        result.writers += sum(fault["point"] in WRITERS for fault in outcome.happened)
     wrong = trained.differ_from(bench.expected(layout))
     lost = trained.lost_checkpoints() + outcome.without
     result.mismatches += wrong

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +23,7 @@ from k3train.drill.bench import Bench
 from k3train.drill.kills import Storm, storm
 from k3train.drill.matrix import ROWS
 from k3train.drill.row import Row, Seen
+from k3train.train.signals import EXIT_UNEXPECTED
 
 RESULTS = "drill.json"
 """File in the drill's folder with everything that the table shows."""
@@ -34,7 +37,8 @@ def chosen(names: str) -> list[Row]:
         if name not in by_name:
             near = closest_word(name, by_name)
             hint = f"did you mean {near}?" if near else f"there are {', '.join(by_name)}"
-            raise BadInput(f"--faults {name} is not a row of the drill; {hint}")
+            what = f"--faults {name} is not a row" if name else "--faults names no row"
+            raise BadInput(f"{what} of the drill; {hint}")
         rows.append(by_name[name])
     return rows
 
@@ -43,15 +47,20 @@ def drill(rows: Iterable[Row], *, kills: int, seed: int, folder: Path | None) ->
     """Play the rows, then ``kills`` random kills; returns 0 when everything was as expected, else 1.
 
     Runs are kept in ``folder``; without one they lie in a temporary folder that goes when all was well.
+    Raises BadInput when ``folder`` is not empty.
     """
-    if folder is not None:
-        return _drill(list(rows), kills, seed, folder)
-    made = Path(tempfile.mkdtemp(prefix="k3train-drill-"))
-    code = _drill(list(rows), kills, seed, made)
+    if folder is not None and folder.is_dir() and any(folder.iterdir()):
+        raise BadInput(f"--dir {folder} holds files, and runs there would go on: take an empty folder")
+    used = folder or Path(tempfile.mkdtemp(prefix="k3train-drill-"))
+    try:
+        code = _drill(list(rows), kills, seed, used)
+    except KeyboardInterrupt:
+        print("interrupted: there is no verdict", file=sys.stderr)
+        code = EXIT_UNEXPECTED
     if code:
-        print(f"what the runs left is in {made}")
-    else:
-        shutil.rmtree(made, ignore_errors=True)
+        print(f"what the runs left is in {used}")
+    elif folder is None:
+        shutil.rmtree(used, ignore_errors=True)
     return code
 
 
@@ -81,8 +90,9 @@ def _drill(rows: list[Row], kills: int, seed: int, folder: Path) -> int:
 def _play(row: Row, bench: Bench) -> Seen:
     try:
         return row.play(bench)
-    except (RuntimeError, OSError, StopIteration, IndexError) as error:
-        return Seen(as_expected=False, words=f"the drill itself failed: {error!r}"[:200], details=str(error))
+    except Exception as error:  # the other rows are played all the same
+        words = f"the drill itself failed: {error!r}"[:200]
+        return Seen(as_expected=False, words=words, details=traceback.format_exc())
 
 
 def _matrix(played: list[tuple[Row, Seen, float]]) -> Table:
@@ -110,8 +120,9 @@ def _storm(result: Storm) -> Table:
     table.add_column("what")
     table.add_column("result", justify="right")
     rows: list[tuple[str, str]] = [
-        ("kills / runs / starts", f"{result.total} / {result.runs} / {result.runs + result.total}"),
+        ("kills / runs / starts", f"{result.total} / {result.runs} / {result.starts}"),
         *((f"  in {moment}", str(count)) for moment, count in sorted(result.kills.items())),
+        ("  in runs that save beside training, of writers", f"{result.beside}, {result.writers}"),
         ("losses that differ from the golden run", str(result.mismatches)),
         ("checkpoints lost", f"{result.lost} (looked {result.looks:,} times)"),
         ("ranks left over", str(result.orphans)),

@@ -54,7 +54,13 @@ class WeightsAndBiases:
         except ImportError as error:
             raise _missing("wandb") from error
         self._run = wandb.init(
-            project=project, name=name, id=run_id(run_dir), resume="allow", dir=str(run_dir)
+            project=project,
+            name=name,
+            id=run_id(run_dir),
+            resume="allow",
+            dir=str(run_dir),
+            # It would send what is printed, as it was before secrets were hidden in it.
+            settings=wandb.Settings(console="off"),
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +17,6 @@ from k3train.optim.qk_clip import QkClip, mla_layers
 from k3train.optim.rules import Assignment, Rule, assignments
 from k3train.optim.slices import all_parameters, slices_of
 from k3train.parallel.groups import Groups
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOutcome:
-    """What one optimizer step did; the same on every rank."""
-
-    grad_norm: float
-    """Global L2 norm of the gradient before clipping; not finite when the step was skipped."""
-    skipped: bool
-    """The norm was not finite: parameters and moments are as before."""
 
 
 def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
@@ -193,18 +182,6 @@ def apply_gradients(optimizer: Any, norm: float) -> None:
             beside = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, each.config.clip_grad, norm, use_decoupled_grad=beside)
     optimizer.step_with_ready_grads()
-
-
-def optimizer_step(optimizer: Any) -> StepOutcome:
-    """``gradient_norm`` and, when it is finite, ``apply_gradients``; otherwise no rank updates anything.
-
-    Every rank of the world must call this.
-    """
-    norm = gradient_norm(optimizer)
-    if not math.isfinite(norm):
-        return StepOutcome(grad_norm=norm, skipped=True)
-    apply_gradients(optimizer, norm)
-    return StepOutcome(grad_norm=norm, skipped=False)
 
 
 def largest_logit(optimizer: Any) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from k3train.checkpoint.agree import on_first_rank
 from k3train.checkpoint.manifest import write_durably
@@ -30,7 +29,7 @@ def read_left_out(run_dir: Path) -> list[LeftOut]:
 
     Raises CheckpointError (BadInput), on every rank, when the file is there and cannot be read.
     """
-    return [LeftOut(**entry) for entry in on_first_rank(lambda: _read(run_dir / LEFT_OUT))]
+    return on_first_rank(lambda: _read(run_dir / LEFT_OUT))
 
 
 def write_left_out(run_dir: Path, entries: list[LeftOut]) -> None:
@@ -39,12 +38,12 @@ def write_left_out(run_dir: Path, entries: list[LeftOut]) -> None:
     on_first_rank(lambda: write_durably(run_dir / LEFT_OUT, content))
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[LeftOut]:
     try:
-        return json.loads(path.read_bytes())
+        return [LeftOut(**entry) for entry in json.loads(path.read_bytes())]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise BadInput(
             f"{path} cannot be read ({error}); it lists the batches that the run leaves out. Restore it, or "
             "remove it to judge them anew"

@@ -39,10 +39,12 @@ def train(run: Run, device: torch.device) -> int:
         Path(run.dir), seconds_left=seconds_left(run), margin_seconds=run.cluster.stop_margin_seconds
     )
     point("setup.start")
+    watch = Watchdog(run)
+    watch.enter("verification", 0)
     latest, progress = find_progress(run)
     report = Report(run, table)
     saver = Saver(run, report)
-    watch = Watchdog(run, report.hung)
+    watch.tell = report.hung
     try:
         report.run_started(run, progress, latest)
         while progress.tokens < total_tokens(table):
@@ -62,6 +64,7 @@ def train(run: Run, device: torch.device) -> int:
             latest, ended = train_stage(setup, progress, report, saver, stop, watch)
             close_stage(setup)
             if ended is Ended.sent_back:
+                watch.enter("verification", progress.step)
                 latest, progress = find_progress(run)
             elif ended is Ended.asked and progress.tokens < total_tokens(table):
                 report.stopped(progress, stop.reason)

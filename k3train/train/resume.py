@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from k3train.checkpoint.manifest import CheckpointError
 from k3train.config import history
 from k3train.config.build import Builder, to_plain
 from k3train.config.compare import compare, identity_problems
@@ -48,7 +49,13 @@ def go_on(run: Run, state: dict[str, Any], checkpoint: Path) -> Progress:
     same, but it can be lost or edited; the checkpoint cannot. When the run has become longer or shorter the
     learning rate goes on from where it is.
     """
-    progress = Progress.from_json(state)
+    try:
+        progress = Progress.from_json(state)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint} does not say where its run stands as this k3train writes it ({error!r}): "
+            "go on with the version that wrote it"
+        ) from error
     builder = Builder()
     trained = builder.build(state.get("settings"))
     if builder.problems:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from k3train.checkpoint.manifest import CheckpointNotWritten
-from k3train.checkpoint.save import PendingSave, begin_save, save_checkpoint
+from k3train.checkpoint.save import PendingSave, Save, begin_save, save_checkpoint
 from k3train.config.schema import Run, WhenBusy
 from k3train.train.progress import Progress
 from k3train.train.report import Report
@@ -44,12 +44,12 @@ class Saver:
             self._report.save_skipped(progress)
             return None
         self.finish()
-        arguments = self._arguments(setup, progress, milestone=milestone)
+        moment = self._moment(setup, progress, milestone=milestone)
         try:
             if self._run.checkpoint.asynchronous:
-                self._pending, self._pending_of = begin_save(**arguments), copy(progress)
+                self._pending, self._pending_of = begin_save(moment), copy(progress)
                 return None
-            path = save_checkpoint(**arguments)
+            path = save_checkpoint(moment)
         except CheckpointNotWritten as error:
             self._failed(progress, error)
             return None
@@ -64,7 +64,7 @@ class Saver:
         self.finish()
         while True:
             try:
-                path = save_checkpoint(**self._arguments(setup, progress, milestone=milestone))
+                path = save_checkpoint(self._moment(setup, progress, milestone=milestone))
             except CheckpointNotWritten as error:
                 self._failed(progress, error)
                 time.sleep(min(2.0**self._failures, _LONGEST_PAUSE_SECONDS))
@@ -121,16 +121,16 @@ class Saver:
                 allowed,
             )
 
-    def _arguments(self, setup: StageSetup, progress: Progress, *, milestone: bool) -> dict:
-        return {
-            "directory": checkpoints(setup.run),
-            "chunks": setup.chunks,
-            "optimizer": setup.optimizer,
-            "train_state": train_state(setup, progress),
-            "groups": setup.groups,
-            "keep": setup.run.checkpoint.keep,
-            "milestone": milestone,
-        }
+    def _moment(self, setup: StageSetup, progress: Progress, *, milestone: bool) -> Save:
+        return Save(
+            directory=checkpoints(setup.run),
+            chunks=setup.chunks,
+            optimizer=setup.optimizer,
+            train_state=train_state(setup, progress),
+            groups=setup.groups,
+            keep=setup.run.checkpoint.keep,
+            milestone=milestone,
+        )
 
 
 def checkpoints(run: Run) -> Path:

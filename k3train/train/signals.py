@@ -93,7 +93,7 @@ class StopRequest:
         return self.reason is not None
 
     def _may_ask(self) -> bool:
-        """Whether the stop file is there and this user's or root's."""
+        """Whether the stop file is there and ours: see ``owned_by_us``."""
         try:
             ours = owned_by_us(self._file)
         except OSError:

@@ -38,6 +38,11 @@ _BACKSTOP_SECONDS = 120.0
 """How much later the interpreter itself ends a rank whose watchdog cannot run."""
 _INNERMOST = 6
 """Frames in which a wait for other ranks shows."""
+_PATIENCE = 0.9
+"""Share of a collective's timeout after which a wait in it is a hang: its own end would tell nothing."""
+
+type Place = tuple[int, int]
+"""A frame and an instruction in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +66,14 @@ class Report:
 class Watchdog:
     """Watches one rank from a thread of its own; ``enter`` tells it what the rank does now."""
 
-    def __init__(self, run: Run, tell: Callable[[str, int, Path], None]) -> None:
-        """Every rank must call this. ``tell(sentence, step, folder)`` is called once, before the end, on the
-        rank that speaks for all."""
+    def __init__(self, run: Run) -> None:
+        """Every rank must call this."""
+        self.tell: Callable[[str, int, Path], None] | None = None
+        """Called once, before the end, on the rank that speaks for all: sentence, step, folder."""
         self._floor, self._ceiling = run.guards.hang_floor_seconds, run.guards.hang_ceiling_seconds
-        self._tell = tell
+        self._longest_wait = _PATIENCE * run.cluster.collective_timeout_seconds
+        self._waits_at: Place | None = None
+        self._waits_since = 0.0
         start: list[str] = [f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"]
         dist.broadcast_object_list(start)
         self._folder = Path(run.dir) / STACKS / start[0]
@@ -79,7 +87,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: str, step: int) -> None:
-        """Begin setup, step, evaluation or save; the section before is over.
+        """Begin verification, setup, step, evaluation or save; the section before is over.
 
         A setup forgets the past: another stage takes another time.
         """
@@ -113,9 +121,27 @@ class Watchdog:
         while not self._closed.wait(min(1.0, self._floor / 4)):
             elapsed, limit = time.monotonic() - self._since, self._limit
             # A rank that waits for a hung one is late itself, so the others' call is looked for only then.
-            called = elapsed > min(limit, self._floor) / 2 and self._folder.exists()
-            if elapsed > limit or called:
+            early = min(limit, self._floor, self._longest_wait) / 2
+            called = elapsed > early and self._folder.exists()
+            if elapsed > limit or self._waited() > self._longest_wait or called:
                 self._end(elapsed)
+
+    def _waited(self) -> float:
+        """Seconds that the main thread has been in one and the same wait for other ranks."""
+        frames = self._frames()
+        place = (id(frames[0]), frames[0].f_lasti) if _waits(frames) else None
+        now = time.monotonic()
+        if place is None or place != self._waits_at:
+            self._waits_at, self._waits_since = place, now
+        return now - self._waits_since
+
+    def _frames(self) -> list[FrameType]:
+        """The main thread's frames, innermost first."""
+        frame, frames = sys._current_frames().get(self._main), []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
 
     def _end(self, elapsed: float) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -132,12 +158,12 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
-            # The main thread may hold what this needs.
-            speaker = threading.Thread(
-                target=self._tell, args=(sentence, self._step, self._folder), daemon=True
-            )
-            speaker.start()
-            speaker.join(2.0)
+            if self.tell is not None:
+                # The main thread may hold what this needs.
+                words = (sentence, self._step, self._folder)
+                speaker = threading.Thread(target=self.tell, args=words, daemon=True)
+                speaker.start()
+                speaker.join(2.0)
             summary.write_text(sentence + "\n")
         while not summary.exists() and time.monotonic() < deadline + 3:
             time.sleep(0.1)
@@ -146,8 +172,7 @@ class Watchdog:
         os._exit(EXIT_HUNG)
 
     def _report(self, rank: int, elapsed: float) -> Report:
-        frames = _frames(sys._current_frames().get(self._main))
-        inner = frames[:_INNERMOST]
+        frames = self._frames()
         ours = next((f for f in frames if f"{os.sep}k3train{os.sep}" in f.f_code.co_filename), None)
         shown = ours or (frames[0] if frames else None)
         return Report(
@@ -157,7 +182,7 @@ class Watchdog:
             section=self._section,
             step=self._step,
             seconds=round(elapsed, 1),
-            waits=any("torch/distributed/" in frame.f_code.co_filename for frame in inner),
+            waits=_waits(frames),
             where=f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}" if shown else "?",
         )
 
@@ -194,10 +219,5 @@ def who_is_behind(reports: list[Report], world: int) -> str:
     return f"{told}, and the others wait for it"
 
 
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """A thread's frames, innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+def _waits(frames: list[FrameType]) -> bool:
+    return any("torch/distributed/" in frame.f_code.co_filename for frame in frames[:_INNERMOST])

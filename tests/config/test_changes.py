@@ -15,7 +15,7 @@ from k3train.config.compose import load_resolved
 from k3train.config.history import read_history, run_id
 from k3train.config.identity import KINDS, Kind, covers, kind_of
 from k3train.config.keys import flattened, follow
-from k3train.config.problems import ConfigError
+from k3train.config.problems import BadInput, ConfigError
 from k3train.config.rules import check
 from tests.config.trees import four_stage_run
 
@@ -216,6 +216,13 @@ def test_the_run_s_id_is_made_once(tmp_path: Path) -> None:
     assert run_id(tmp_path / "other") != first
 
 
+@pytest.mark.parametrize("content", [b"", b"../other\n", b"\xff\xfe", b"two words", b"x" * 65])
+def test_what_is_no_id_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run_id").write_bytes(content)
+    with pytest.raises(BadInput, match=r"run_id holds no run's id"):
+        run_id(tmp_path)
+
+
 def test_a_history_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "history.jsonl").write_text('{"event": "start"}\n{"event": "st')
+    (tmp_path / "history.jsonl").write_text('{"event": "start"}\n[]\n{"event": "st')
     assert read_history(tmp_path) == [{"event": "start"}]

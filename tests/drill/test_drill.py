@@ -14,9 +14,9 @@ import pytest
 from k3train.config.problems import BadInput
 from k3train.config.schema import Run
 from k3train.drill.bench import read_trained
-from k3train.drill.kills import FIRST_RANK_ONLY, MOMENTS, plan_of_kills
+from k3train.drill.kills import FIRST_RANK_ONLY, MOMENTS, WRITERS, plan_of_kills
 from k3train.drill.matrix import ROWS
-from k3train.drill.program import RESULTS, chosen
+from k3train.drill.program import RESULTS, chosen, drill
 from k3train.drill.watch import Watch
 from k3train.faults import POINTS, read_plan
 from k3train.monitor.metrics_file import METRICS
@@ -103,11 +103,15 @@ def test_an_instant_without_a_good_checkpoint_is_seen(tmp_path: Path) -> None:
 
 
 def test_kills_are_spread_and_their_plans_are_plans(tmp_path: Path) -> None:
-    faults, moments = plan_of_kills(random.Random(1), ranks=3, count=300)
+    faults, moments = plan_of_kills(random.Random(1), ranks=3, count=300, asynchronous=False)
     (tmp_path / "plan.json").write_text(json.dumps({"faults": faults}))
     read, _ = read_plan(tmp_path / "plan.json")
-    assert {fault.restart for fault in read} == set(range(300))
-    assert set(moments) == set(MOMENTS)
+    assert [fault.restart for fault in read] == list(range(300))
+    assert set(moments.values()) == set(MOMENTS)
+    beside, _ = plan_of_kills(random.Random(1), ranks=3, count=300, asynchronous=True)
+    of_ranks = [fault["restart"] for fault in beside if fault["point"] not in WRITERS]
+    assert of_ranks == list(range(300)), "every start ends, that of a killed writer too"
+    assert len(beside) > 300
     assert {fault.rank for fault in read} == {0, 1, 2}
     assert {fault.rank for fault in read if fault.point in FIRST_RANK_ONLY} == {0}
     assert {name for points in MOMENTS.values() for name, _ in points} <= set(POINTS)
@@ -118,3 +122,11 @@ def test_rows_are_chosen_by_name() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
     with pytest.raises(BadInput, match="--faults kil is not a row of the drill; did you mean kill"):
         chosen("kill,kil")
+    with pytest.raises(BadInput, match="--faults names no row of the drill; there are kill, exception"):
+        chosen("")
+
+
+def test_a_folder_with_earlier_runs_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run-001").mkdir()
+    with pytest.raises(BadInput, match=r"--dir .* holds files, and"):
+        drill([], kills=1, seed=0, folder=tmp_path)

@@ -85,11 +85,12 @@ def train(
     from k3train.model.build import build_model
     from k3train.model.config import make_config
     from k3train.model.payload import schedule_config
-    from k3train.optim.build import build_optimizer, optimizer_step
+    from k3train.optim.build import build_optimizer
     from k3train.parallel.groups import start_groups, stop_groups
     from k3train.parallel.layout import make_layout
     from k3train.router.update import update_biases
     from tests import sharded
+    from tests.optimizer_step import optimizer_step
 
     world = dist.get_world_size()
     layout = make_layout(model, parallel, world)

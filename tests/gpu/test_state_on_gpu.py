@@ -22,7 +22,7 @@ seed_everything(1)
 import torch
 from k3train.checkpoint.folder import newest_good
 from k3train.checkpoint.load import load_checkpoint
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.optim.build import members
 from k3train.optim.slices import master_slices
@@ -41,7 +41,14 @@ def everything():
 train_toy(chunks, optimizer, groups, steps=2)
 saved = everything()
 save_checkpoint(
-    folder, chunks=chunks, optimizer=optimizer, train_state={"step": 2}, groups=groups, keep=2
+    Save(
+        directory=folder,
+        chunks=chunks,
+        optimizer=optimizer,
+        train_state={"step": 2},
+        groups=groups,
+        keep=2,
+    )
 )
 draws = torch.rand(3, device=device)
 straight = train_toy(chunks, optimizer, groups, steps=2, start=2)

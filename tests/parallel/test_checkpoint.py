@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from k3train.checkpoint.load import load_checkpoint
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Parallel, Precision
 from k3train.optim.build import optimizer_steps
@@ -29,7 +29,9 @@ def train_and_save(rank: int, world: int, parallel: Parallel, precision: Precisi
     chunks, optimizer, groups = build_toy(world, parallel, precision)
     norms = train_toy(chunks, optimizer, groups, steps=3)
     before = everything(chunks, optimizer, groups)
-    save_checkpoint(folder, chunks=chunks, optimizer=optimizer, train_state=STATE, groups=groups, keep=2)
+    save_checkpoint(
+        Save(directory=folder, chunks=chunks, optimizer=optimizer, train_state=STATE, groups=groups, keep=2)
+    )
     after_norms = train_toy(chunks, optimizer, groups, steps=2, start=3)
     return {"saved": before, "norms": norms + after_norms, "end": everything(chunks, optimizer, groups)}
 

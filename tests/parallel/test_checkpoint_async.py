@@ -15,7 +15,7 @@ import torch
 
 from k3train.checkpoint.folder import LATEST, clear_leftovers, committed, newest_good, step_name, verify
 from k3train.checkpoint.manifest import CheckpointNotWritten, read_manifest
-from k3train.checkpoint.save import PendingSave, begin_save, save_checkpoint
+from k3train.checkpoint.save import PendingSave, Save, begin_save, save_checkpoint
 from k3train.config.schema import Parallel, Precision
 from tests.parallel.toy import build_toy, train_toy
 from tests.ranks import RanksFailed, run_ranks
@@ -26,7 +26,9 @@ Toy = tuple[Any, Any, Any]
 def save(how: Callable[..., Any], toy: Toy, folder: Path, step: int) -> Any:
     chunks, optimizer, groups = toy
     state = {"step": step, "tokens": 100 * step}
-    return how(folder, chunks=chunks, optimizer=optimizer, train_state=state, groups=groups, keep=2)
+    return how(
+        Save(directory=folder, chunks=chunks, optimizer=optimizer, train_state=state, groups=groups, keep=2)
+    )
 
 
 def train(toy: Toy, step: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from k3train.checkpoint.folder import LATEST, newest_good, step_name
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.config.schema import Parallel, Precision
 from tests.damage import DAMAGE, OTHER
 from tests.parallel.toy import build_toy, train_toy
@@ -22,7 +22,14 @@ def save_two(rank: int, folder: Path) -> None:
     for step in (OTHER, 2):
         train_toy(chunks, optimizer, groups, steps=1, start=step)
         save_checkpoint(
-            folder, chunks=chunks, optimizer=optimizer, train_state={"step": step}, groups=groups, keep=2
+            Save(
+                directory=folder,
+                chunks=chunks,
+                optimizer=optimizer,
+                train_state={"step": step},
+                groups=groups,
+                keep=2,
+            )
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from k3train.checkpoint.folder import clear_leftovers, committed, newest_good, step_name, verify
 from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.checkpoint.manifest import CheckpointError, digest_file, read_manifest, write_manifest
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Parallel, Precision
 from tests.parallel.toy import assemble, build_toy, parts, train_toy
@@ -37,13 +37,15 @@ def state_at(step: int) -> dict[str, Any]:
 def save(toy: Toy, folder: Path, step: int, *, milestone: bool = False, **extra: Any) -> Path:
     chunks, optimizer, groups = toy
     return save_checkpoint(
-        folder,
-        chunks=chunks,
-        optimizer=optimizer,
-        train_state={**state_at(step), **extra},
-        groups=groups,
-        keep=2,
-        milestone=milestone,
+        Save(
+            directory=folder,
+            chunks=chunks,
+            optimizer=optimizer,
+            train_state={**state_at(step), **extra},
+            groups=groups,
+            keep=2,
+            milestone=milestone,
+        )
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from k3train.checkpoint.load import load_checkpoint
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.checkpoint.state import master_slices, model_state, optimizer_state
 from k3train.config.schema import Optim, Optimizer, Precision
 from k3train.model.payload import schedule_config
@@ -72,7 +72,14 @@ def save(rank: int, degrees: dict[str, int], precision: Precision, folder: Path)
     chunks, optimizer, groups = toy
     saved = everything(*toy)
     save_checkpoint(
-        folder, chunks=chunks, optimizer=optimizer, train_state={"step": 2}, groups=groups, keep=2
+        Save(
+            directory=folder,
+            chunks=chunks,
+            optimizer=optimizer,
+            train_state={"step": 2},
+            groups=groups,
+            keep=2,
+        )
     )
     return saved, next_loss(chunks, groups), train_toy(*toy, steps=1, start=2)
 

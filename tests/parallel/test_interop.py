@@ -21,7 +21,7 @@ from k3train.checkpoint.hf.release import Release
 from k3train.checkpoint.hf.stored import StoredTensors
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.manifest import CheckpointError
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.config.build import to_plain
 from k3train.config.schema import Model, Optim, Precision, Run
 from k3train.kernels.packing import make_packing
@@ -73,12 +73,14 @@ def save(
     optimizer.reload_model_params()
     settings = to_plain(Run(model=model(precision)))
     save_checkpoint(
-        folder / "checkpoints",
-        chunks=wrapped,
-        optimizer=optimizer,
-        train_state={"step": 3, "settings": settings},
-        groups=groups,
-        keep=2,
+        Save(
+            directory=folder / "checkpoints",
+            chunks=wrapped,
+            optimizer=optimizer,
+            train_state={"step": 3, "settings": settings},
+            groups=groups,
+            keep=2,
+        )
     )
     stop_groups()
     return result

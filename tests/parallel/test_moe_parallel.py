@@ -22,10 +22,11 @@ from k3train.config import schema
 from k3train.kernels.packing import make_packing
 from k3train.model.config import make_config
 from k3train.model.moe import LatentMoe
-from k3train.optim.build import build_optimizer, optimizer_step
+from k3train.optim.build import build_optimizer
 from k3train.parallel.groups import start_groups
 from k3train.parallel.layout import make_layout
 from k3train.router.update import set_biases, update_biases
+from tests.optimizer_step import optimizer_step
 from tests.ranks import run_ranks
 
 MODEL = schema.Model(hidden_size=16, init_std=0.3)

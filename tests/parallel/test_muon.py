@@ -17,11 +17,12 @@ from megatron.core.distributed import (
 from k3train.config import schema
 from k3train.model.payload import schedule_config
 from k3train.optim import exchange as exchange_module
-from k3train.optim.build import build_optimizer, forget_logits, largest_logit, members, optimizer_step
+from k3train.optim.build import build_optimizer, forget_logits, largest_logit, members
 from k3train.optim.exchange import Exchange, Matrix, Piece
 from k3train.optim.qk_clip import mla_layers
 from tests import model_step
 from tests.muon_reference import PlainMuon
+from tests.optimizer_step import optimizer_step
 from tests.parallel.test_model_parallel import MICROS, SIX
 from tests.parity.test_model import randomise
 from tests.ranks import run_ranks

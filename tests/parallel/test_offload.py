@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from k3train.checkpoint.load import load_checkpoint
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Offload, Optim, Parallel, Precision
 from k3train.optim.build import members
@@ -55,7 +55,14 @@ def save_and_go_on(rank: int, offload: Offload, folder: Path) -> Any:
     train_toy(*toy, steps=3)
     saved = everything(*toy)
     save_checkpoint(
-        folder, chunks=chunks, optimizer=optimizer, train_state={"step": 3}, groups=groups, keep=2
+        Save(
+            directory=folder,
+            chunks=chunks,
+            optimizer=optimizer,
+            train_state={"step": 3},
+            groups=groups,
+            keep=2,
+        )
     )
     return saved, train_toy(*toy, steps=3, start=3), everything(*toy)
 

@@ -9,7 +9,8 @@ import torch
 
 from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Optim, Parallel, Precision
-from k3train.optim.build import members, optimizer_step, set_learning_rate
+from k3train.optim.build import members, set_learning_rate
+from tests.optimizer_step import optimizer_step
 from tests.parallel.toy import assemble, build_toy, draw, local_tensors, parts, train_toy
 from tests.ranks import run_ranks
 

@@ -15,8 +15,9 @@ from megatron.core.distributed import (
 from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Optim
 from k3train.model.payload import schedule_config
-from k3train.optim.build import allocate_state, build_optimizer, optimizer_step
+from k3train.optim.build import allocate_state, build_optimizer
 from tests import model_step, sharded
+from tests.optimizer_step import optimizer_step
 from tests.parallel.test_model_parallel import MICROS
 from tests.parity.test_model import MODEL, randomise
 from tests.ranks import run_ranks

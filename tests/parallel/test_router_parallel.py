@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from k3train.checkpoint.load import load_checkpoint
-from k3train.checkpoint.save import save_checkpoint
+from k3train.checkpoint.save import Save, save_checkpoint
 from k3train.config import schema
 from k3train.model.config import make_config
 from k3train.model.payload import schedule_config
@@ -138,7 +138,14 @@ def through_a_checkpoint(rank, folder, before, after):
             optimizer = build_optimizer(schema.Optim(), wrapped, groups)
             allocate_state(optimizer)
             save_checkpoint(
-                folder, chunks=wrapped, optimizer=optimizer, train_state={"step": 1}, groups=groups, keep=2
+                Save(
+                    directory=folder,
+                    chunks=wrapped,
+                    optimizer=optimizer,
+                    train_state={"step": 1},
+                    groups=groups,
+                    keep=2,
+                )
             )
         else:
             load_checkpoint(folder / "step_00000001", chunks=chunks, optimizer=None, groups=groups)

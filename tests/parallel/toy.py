@@ -22,9 +22,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from k3train.checkpoint.state import model_state
 from k3train.config.schema import Model, Optim, Parallel, Precision
 from k3train.model.config import make_config
-from k3train.optim.build import allocate_state, build_optimizer, optimizer_step, reload_master_weights
+from k3train.optim.build import allocate_state, build_optimizer, reload_master_weights
 from k3train.parallel.groups import Groups, start_groups
 from k3train.parallel.layout import chunk_layers, make_layout
+from tests.optimizer_step import optimizer_step
 
 HIDDEN, HEADS, EXPERTS = 8, 4, 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ from k3train.config.problems import ConfigError
 from k3train.config.rules import check
 from k3train.config.schema import Checkpoint, Run
 from k3train.config.secrets import HIDDEN, redact, redact_data, redacted_output
-from k3train.monitor.monitor import Monitor
+from k3train.monitor.monitor import Monitor, open_monitor
 from k3train.train.__main__ import main as rank_program
 from tests.train.commands import command
 from tests.train.runs import make_run
+from tests.unit.monitor.test_console import STEP
 
+ROOT = Path(__file__).parents[2]
 SECRET = "correct-horse/battery+staple"
 
 
@@ -104,6 +107,44 @@ def test_nothing_that_a_run_prints_or_writes_holds_the_secret(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"run.yaml", "metrics.jsonl", "train_state.json", "MANIFEST.json", "log", "lock"} <= names
+    for path in files:
+        content = path.read_bytes()
+        assert SECRET.encode() not in content, path
+        assert b"hunter2" not in content, path
+
+
+def record_everything(arguments: list[str]) -> int:
+    """What a rank's program does with a sink: messages with the secret, an event, a step, the end."""
+    folder, extra = arguments
+    run = Run(dir=folder)
+    setattr(run.monitor, extra, True)
+    with redacted_output():
+        monitor = open_monitor(run, writes=True)
+        print(f"logged in with {SECRET}")
+        logging.getLogger("any").warning("login failed with %s", SECRET)
+        monitor.event("failed", step=120, tokens=0, cause=f"said {SECRET}", auth_token="hunter2")
+        monitor.write(STEP)
+        monitor.close()
+    return 0
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_other_sinks_do_not_hold_it_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str
+) -> None:
+    pytest.importorskip(extra)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    # W&B follows the output of a process that was started, not that of one that was forked.
+    program = f"from {__name__} import record_everything as main; import sys; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", program, str(tmp_path / "run"), extra]
+    ended = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(HIDDEN) >= 1
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    told = b"".join(path.read_bytes() for path in files if path.suffix == ".wandb" or "tfevents" in path.name)
+    assert b"train/loss" in told, "the sink has recorded the step"
     for path in files:
         content = path.read_bytes()
         assert SECRET.encode() not in content, path

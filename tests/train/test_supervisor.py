@@ -6,12 +6,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
+from k3train.train.health import unhealthy
 from k3train.train.supervisor import EVENTS, Policy, describe, exit_code, supervise
 from tests.ranks import run_ranks
 
@@ -112,6 +113,32 @@ def test_a_node_whose_gpu_needs_a_reset_is_not_used_again(
         "rank 1 was ended by SIGKILL; this node is not used again: a GPU needs a reset"
         in capfd.readouterr().err
     )
+
+
+def test_nvidia_resiliency_ext_itself_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nvidia_resiliency_ext.shared_utils.health_check")
+    assert unhealthy() == "", "without a driver there is nothing to say"
+
+    class NVMLError(Exception):
+        pass
+
+    action = 0
+    driver: Any = ModuleType("pynvml")
+    driver.NVMLError = NVMLError
+    driver.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 274
+    for number, name in enumerate(("NONE", "GPU_RESET", "NODE_REBOOT", "DRAIN_P2P", "DRAIN_AND_RESET")):
+        setattr(driver, f"NVML_GPU_RECOVERY_ACTION_{name}", number)
+    driver.nvmlInit = driver.nvmlShutdown = lambda: None
+    driver.nvmlSystemGetDriverVersion = lambda: "580.95.05"
+    driver.nvmlDeviceGetCount = lambda: 2
+    driver.nvmlDeviceGetHandleByIndex = lambda index: index
+    driver.nvmlDeviceGetFieldValues = lambda handle, fields: [
+        SimpleNamespace(value=SimpleNamespace(uiVal=action if handle == 1 else 0))
+    ]
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert unhealthy() == ""
+    action = 1
+    assert unhealthy() == "a GPU needs a reset (nvidia-resiliency-ext)"
 
 
 def test_the_code_and_the_words_that_tell_most() -> None:

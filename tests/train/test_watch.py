@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from k3train.config.schema import Parallel
+from k3train.config.schema import Guards, Parallel
 from k3train.train.replicas import Damage, Fingerprint, odd_replicas
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.runs import records
@@ -18,7 +18,9 @@ from tests.train.test_guards import found, guarded_run, train_with
 
 
 def test_slow_rank_is_named_and_a_hung_one_ends_the_run_with_all_stacks(tmp_path: Path) -> None:
-    run = guarded_run(tmp_path, straggler_every_steps=1, hang_floor_seconds=3, hang_ceiling_seconds=25)
+    run = guarded_run(
+        tmp_path, every_steps=4, straggler_every_steps=1, hang_floor_seconds=3, hang_ceiling_seconds=25
+    )
     with pytest.raises(RanksFailed, match=r"rank \d ended with 18"):
         train_with(
             run,
@@ -46,6 +48,16 @@ def test_slow_rank_is_named_and_a_hung_one_ends_the_run_with_all_stacks(tmp_path
     assert "watchdog.py" in stacks[1]
     assert events["hung"]["detail"]["stacks"] == str(folder)
     assert events["hung"]["step"] == 7
+
+    # While checkpoints are verified there is no experience, but the peer's collective has its own timeout.
+    run.guards = Guards()
+    run.cluster.collective_timeout_seconds = 15
+    with pytest.raises(RanksFailed, match=r"rank \d ended with 18"):
+        train_with(run, [{"point": "ckpt.verify", "kind": "hang", "rank": 0, "seconds": 300}])
+    (again,) = set((Path(run.dir) / "stacks").iterdir()) - {folder}
+    summary = (again / "summary.txt").read_text()
+    assert summary.startswith("rank 0 on ")
+    assert "s in verification of step 0, at " in summary
 
 
 @pytest.mark.parametrize(

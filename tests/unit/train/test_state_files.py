@@ -1,0 +1,47 @@
+"""Files that say where a run stands, edited or written by something else: one sentence, no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k3train.checkpoint.load import read_train_state
+from k3train.checkpoint.manifest import CheckpointError
+from k3train.config.schema import Run
+from k3train.train.left_out import LEFT_OUT, LeftOut, read_left_out, write_left_out
+from k3train.train.progress import Progress
+from k3train.train.resume import go_on
+
+
+def test_steps_left_out_survive_their_round_trip(tmp_path: Path) -> None:
+    assert read_left_out(tmp_path) == []
+    entries = [LeftOut(3, 5, "rollback"), LeftOut(9, 9, "spike")]
+    write_left_out(tmp_path, entries)
+    assert read_left_out(tmp_path) == entries
+
+
+@pytest.mark.parametrize("content", ["", "[1,", "null", '{"a": 1}', '[{"first": 1}]', "[[1, 2, 3]]"])
+def test_a_list_of_left_out_steps_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / LEFT_OUT).write_text(content)
+    with pytest.raises(
+        CheckpointError, match=rf"^{tmp_path}/{LEFT_OUT} cannot be read .* remove it to judge"
+    ):
+        read_left_out(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", '{"train": []}'])
+def test_a_train_state_of_another_shape_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "train_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match="holds no train state"):
+        read_train_state(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"step": None}, {"guards": {"of": 1}}, {"guards": 3}, {"bends": [1]}])
+def test_a_state_that_another_version_wrote_is_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    state = {**Progress().to_json(), **change}
+    if state["step"] is None:
+        del state["step"]
+    with pytest.raises(CheckpointError, match="go on with the version that wrote it"):
+        go_on(Run(), state, tmp_path)
