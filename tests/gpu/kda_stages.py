@@ -4,6 +4,8 @@ One document, all heads; every stage returns what the kernel of that name writes
 where the kernels round to bf16 (identity in float64 tests).
 """
 
+from itertools import pairwise
+
 import torch
 
 C, B = 64, 32
@@ -154,6 +156,111 @@ def gradient(q, k, g, bound, do, U, dv, hs, dhs, sc, rq, rk, s, a, cut=keep):
     dz = R * bound * s * (1 - s) * a[:, None, None, None]
     dd, sq, sk = (sc[n][..., None] for n in ("dd", "sq", "sk"))
     return rq * ((dq + dd * k) * scale - q * sq / scale), rk * (dk + dd * q - k * sk), dz
+
+
+def chain_rows(x, v, rows, entering, leaving, o=None, hs=None, us=None):
+    """What ``kda_chain`` does with segments: x [chunks, h, 64, .] by name, v and o [tokens, h, d]."""
+    h, d = v.shape[1:]
+    for start, tokens, chunk, i_in, i_out, identity in rows.tolist():
+        S = entering[i_in] if i_in >= 0 and entering is not None else v.new_zeros(h, d, d)
+        S = torch.eye(d, dtype=v.dtype).expand(h, d, d) if identity else S
+        for c in range(chunk, chunk - (-tokens // C)):
+            at = slice(start + (c - chunk) * C, start + min(tokens, (c - chunk + 1) * C))
+            n = at.stop - at.start
+            R = -x["kh"][c] @ S
+            R[:, :n] += 0 if identity else v[at].transpose(0, 1)
+            u = x["tb"][c] @ R
+            if o is not None:
+                o[at] = (x["qh"][c] @ S + x["aqk"][c] @ u)[:, :n].transpose(0, 1)
+            if hs is not None:
+                hs[c], us[c] = S, u
+            S = x["dec"][c][..., None] * S + x["kt"][c].mT @ u
+        if leaving is not None and i_out >= 0:
+            leaving[i_out] = S
+
+
+def chain_back_rows(x, do, rows, entering, leaving, dhs=None, dv=None):
+    """What ``kda_bchain`` does with segments."""
+    h, d = do.shape[1:]
+    for start, tokens, chunk, i_in, i_out, _ in rows.tolist():
+        dS = entering[i_in] if i_in >= 0 and entering is not None else do.new_zeros(h, d, d)
+        for c in reversed(range(chunk, chunk - (-tokens // C))):
+            at = slice(start + (c - chunk) * C, start + min(tokens, (c - chunk + 1) * C))
+            g = do.new_zeros(h, C, d)
+            g[:, : at.stop - at.start] = do[at].transpose(0, 1)
+            X = x["tb"][c].mT @ (x["aqk"][c].mT @ g + x["kt"][c] @ dS)
+            if dhs is not None:
+                dhs[c], dv[at] = dS, X[:, : at.stop - at.start].transpose(0, 1)
+            dS = x["dec"][c][..., None] * dS + x["qh"][c].mT @ g - x["kh"][c].mT @ X
+        if leaving is not None and i_out >= 0:
+            leaving[i_out] = dS
+
+
+def scan_rows(chains, steps, start, written, transition, states, end, transposed):
+    """What ``kda_scan`` does."""
+    some = states if states is not None else end
+    for first, count, i_start, i_end in chains.tolist():
+        S = torch.zeros_like(some[0]) if i_start < 0 else start[i_start]
+        S = torch.eye(S.shape[-1], dtype=S.dtype).expand_as(S) if i_start == -2 else S
+        for i_state, i_written, i_transition in steps[first : first + count].tolist():
+            if i_state >= 0:
+                states[i_state] = S
+            M = torch.zeros_like(S) if i_transition < 0 else transition[i_transition]
+            S = (M.mT if transposed else M) @ S
+            S = S + (0 if i_written < 0 else written[i_written])
+        if i_end >= 0:
+            end[i_end] = S
+
+
+def packed_operands(q, k, z, beta, A_log, dt_bias, borders, bound):
+    """``prepare``, ``prep`` and ``inverse`` of packed documents: inputs [t, h, .] -> [chunks, h, 64, .]."""
+    parts = []
+    for a, e in pairwise(borders):
+        qn, kn, g, s, rq, rk = prepare(q[a:e], k[a:e], z[a:e], A_log, dt_bias, bound)
+        valid = (torch.arange(g.shape[1] * C, device=q.device) < e - a).view(1, -1, C)
+        g = g * valid[..., None]
+        x = dict(prep(qn, kn, g, bound), q=qn, k=kn, g=g, s=s, rq=rq, rk=rk)
+        bl = q.new_zeros(g.shape[1] * C, q.shape[1])
+        bl[: e - a] = beta[a:e]
+        x["bl"] = bl.view(-1, C, q.shape[1]).permute(2, 0, 1)
+        x["tb"] = inverse(x["akk"], torch.sigmoid(x["bl"]) * valid)
+        parts.append({n: y.transpose(0, 1) for n, y in x.items()})
+    return {n: torch.cat([p[n] for p in parts]) for n in parts[0]}
+
+
+def to_chunks(x, borders):
+    """[t, h, .] -> [chunks, h, 64, .], documents filled up with zeros."""
+    parts = []
+    for a, e in pairwise(borders):
+        y = x.new_zeros(-(-(e - a) // C) * C, *x.shape[1:])
+        y[: e - a] = x[a:e]
+        parts.append(y.view(-1, C, *x.shape[1:]).transpose(1, 2))
+    return torch.cat(parts)
+
+
+def to_tokens(x, borders):
+    """The inverse of ``to_chunks``."""
+    parts, c = [], 0
+    for a, e in pairwise(borders):
+        n = -(-(e - a) // C)
+        parts.append(x[c : c + n].transpose(1, 2).flatten(0, 1)[: e - a])
+        c += n
+    return torch.cat(parts)
+
+
+class InTurn:
+    """An exchange between shards that are computed one after the other, forward and then in reverse."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def entering(self, transition, written):
+        before = torch.zeros_like(written) if self.state is None else self.state
+        self.state = written if transition is None else written + transition @ before
+        return before
+
+    def leaving(self, transition, gradient):
+        return self.entering(None if transition is None else transition.mT, gradient)
 
 
 def run(q, k, v, z, beta, A_log, dt_bias, do, bound, S0=None, dST=None, cut=keep):

@@ -1,6 +1,9 @@
-"""The sequential part of KDA: one program carries a head's state, or its gradient, through a document.
+"""The sequential part of KDA: one program carries a head's state, or its gradient, through a segment.
 
-Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are
+``rows`` holds a segment each, a whole document or a part of one, as ``segments`` describes: first token,
+tokens, first chunk, where the state that enters lies in ``h0`` and where the one that leaves goes in ``ht``
+(negative: nowhere; for gradients ``dht`` and ``dh0``), and whether values count as zero and the state starts
+as the identity. With MAP nothing but the last state is stored. Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are
 computed; the state stays in fp32 accumulators. Every left operand of a product lies in shared memory.
 
 Imports triton: import it inside functions only.
@@ -31,7 +34,7 @@ def kda_chain(
     o,
     h0,
     ht,
-    documents,
+    rows,
     H: gl.constexpr,
     D: gl.constexpr,
     V: gl.constexpr,
@@ -39,6 +42,7 @@ def kda_chain(
     HAS_H0: gl.constexpr,
     STORE_HT: gl.constexpr,
     OUTPUT: gl.constexpr,
+    MAP: gl.constexpr,
     STAGES: gl.constexpr,
     W: gl.constexpr,
 ):
@@ -48,11 +52,12 @@ def kda_chain(
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [W, 1], [1, 0])
     i_v = gl.program_id(0)
     i_h = gl.program_id(1)
-    row = documents + 4 * gl.program_id(2)
+    row = rows + 6 * gl.program_id(2)
     bos = gl.load(row)
     T = gl.load(row + 1)
     c0 = gl.load(row + 2)
-    i_n = gl.load(row + 3)
+    i_in = gl.load(row + 3)
+    i_out = gl.load(row + 4)
     NT = (T + C - 1) // C
     SV: gl.constexpr = v.layout
     skh = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], kh.layout)
@@ -83,8 +88,16 @@ def kda_chain(
             tma.async_copy_global_to_shared(aqk, [b * C, 0], bar, saq.index(s), pred=go)
     dS = gl.arange(0, D, gl.SliceLayout(1, MS))
     vS = gl.arange(0, BV, gl.SliceLayout(0, MS))
-    pS = (i_n * H + i_h).to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
-    S = gl.load(h0 + pS) if HAS_H0 else gl.zeros([D, BV], gl.float32, MS)
+    pS = i_h.to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
+    S = gl.zeros([D, BV], gl.float32, MS)
+    if HAS_H0:
+        known = gl.expand_dims(dS < D * (i_in + 1), 1)
+        S = gl.load(h0 + i_in.to(gl.int64) * (H * D * V) + pS, mask=known, other=0.0)
+    if MAP:
+        # a transition is the state that the identity becomes without values
+        identity = gl.load(row + 5)
+        one = gl.expand_dims(dS, 1) == gl.expand_dims(vS + i_v * BV, 0)
+        S = gl.where(one & (identity > 0), 1.0, S)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
@@ -107,9 +120,13 @@ def kda_chain(
             O = warpgroup_mma(sqh.index(slot), sS, zero, use_acc=False, is_async=True)
             R = warpgroup_mma_wait(1, deps=[R])
         else:
-            tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
+            if not MAP:
+                tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
             R = warpgroup_mma_wait(0, deps=[R])
-        x = sv.index(slot).load(MT).to(gl.float32) - R
+        x = sv.index(slot).load(MT).to(gl.float32)
+        if MAP:
+            x = gl.where(gl.expand_dims(rT < (1 - identity) * C, 1), x, 0.0)
+        x = x - R
         sR.store(gl.where(gl.expand_dims(rT < left, 1), x, 0.0).to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
@@ -132,12 +149,14 @@ def kda_chain(
             gl.store(o + pO + i * (C * H * V), sR.load(LO), mask=gl.expand_dims(rO < left, 1))
             S = warpgroup_mma_wait(0, deps=[S])
         else:
-            tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
+            if not MAP:
+                tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
             S = warpgroup_mma(
                 skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True
             )
             S = warpgroup_mma_wait(0, deps=[S])
-            tma.store_wait(0)
+            if not MAP:
+                tma.store_wait(0)
         gl.thread_barrier()
         go = i + STAGES < NT
         n = b + STAGES * H
@@ -153,7 +172,7 @@ def kda_chain(
             tma.async_copy_global_to_shared(aqk, [n * C, 0], bar, saq.index(slot), pred=go)
         sS.store(S.to(gl.bfloat16))
     if STORE_HT:
-        gl.store(ht + pS, S)
+        gl.store(ht + i_out.to(gl.int64) * (H * D * V) + pS, S, mask=gl.expand_dims(dS < D * (i_out + 1), 1))
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
 
@@ -171,13 +190,14 @@ def kda_bchain(
     dv,
     dht,
     dh0,
-    documents,
+    rows,
     H: gl.constexpr,
     D: gl.constexpr,
     V: gl.constexpr,
     BV: gl.constexpr,
     HAS_DHT: gl.constexpr,
     STORE_DH0: gl.constexpr,
+    MAP: gl.constexpr,
     STAGES: gl.constexpr,
     W: gl.constexpr,
 ):
@@ -187,11 +207,12 @@ def kda_bchain(
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [W, 1], [1, 0])
     i_v = gl.program_id(0)
     i_h = gl.program_id(1)
-    row = documents + 4 * gl.program_id(2)
+    row = rows + 6 * gl.program_id(2)
     bos = gl.load(row)
     T = gl.load(row + 1)
     c0 = gl.load(row + 2)
-    i_n = gl.load(row + 3)
+    i_in = gl.load(row + 3)
+    i_out = gl.load(row + 4)
     NT = (T + C - 1) // C
     SV: gl.constexpr = do.layout
     skh = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], kh.layout)
@@ -221,8 +242,11 @@ def kda_bchain(
         tma.async_copy_global_to_shared(kh, [b * C, 0], bar, skh.index(s), pred=go)
     dS = gl.arange(0, D, gl.SliceLayout(1, MS))
     vS = gl.arange(0, BV, gl.SliceLayout(0, MS))
-    pS = (i_n * H + i_h).to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
-    S = gl.load(dht + pS) if HAS_DHT else gl.zeros([D, BV], gl.float32, MS)
+    pS = i_h.to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
+    S = gl.zeros([D, BV], gl.float32, MS)
+    if HAS_DHT:
+        known = gl.expand_dims(dS < D * (i_in + 1), 1)
+        S = gl.load(dht + i_in.to(gl.int64) * (H * D * V) + pS, mask=known, other=0.0)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
@@ -241,7 +265,8 @@ def kda_bchain(
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(bar, (ii // STAGES) & 1)
-        tma.async_copy_shared_to_global(dhs, [b * D, i_v * BV], sS)
+        if not MAP:
+            tma.async_copy_shared_to_global(dhs, [b * D, i_v * BV], sS)
         if left < C:
             # rows past the document's end belong to the next document
             x = sdo.index(slot).load(MT)
@@ -265,10 +290,12 @@ def kda_bchain(
         fence_async_shared()
         gl.thread_barrier()
         S = warpgroup_mma(skh.index(slot).permute((1, 0)), sX, S, is_async=True)
-        x = sX.load(LO).to(gl.float32)
-        gl.store(dv + pO + i * (C * H * V), (0.0 - x).to(gl.bfloat16), mask=gl.expand_dims(rO < left, 1))
+        if not MAP:
+            x = sX.load(LO).to(gl.float32)
+            gl.store(dv + pO + i * (C * H * V), (0.0 - x).to(gl.bfloat16), mask=gl.expand_dims(rO < left, 1))
         S = warpgroup_mma_wait(0, deps=[S])
-        tma.store_wait(0)
+        if not MAP:
+            tma.store_wait(0)
         gl.thread_barrier()
         go = ii + STAGES < NT
         c = i - STAGES
@@ -282,6 +309,6 @@ def kda_bchain(
         tma.async_copy_global_to_shared(kh, [n * C, 0], bar, skh.index(slot), pred=go)
         sS.store(S.to(gl.bfloat16))
     if STORE_DH0:
-        gl.store(dh0 + pS, S)
+        gl.store(dh0 + i_out.to(gl.int64) * (H * D * V) + pS, S, mask=gl.expand_dims(dS < D * (i_out + 1), 1))
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))

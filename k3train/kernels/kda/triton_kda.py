@@ -4,7 +4,8 @@ Forward: ``kda_prep`` and ``kda_inverse`` turn every chunk of 64 tokens into the
 bytes of q, k and z per token and head in, 1040 out), ``kda_chain`` runs the documents. Backward computes
 the same operands again, chains through the states once more (storing them, without the output), then the
 chain of state gradients, the pairs within chunks and the gradients. q, k, v, z and their gradients are
-bf16; states are fp32.
+bf16; states are fp32. Where documents are cut into segments, or shared with other ranks, ``triton_states``
+adds the maps of the segments and a scan, and the states between segments are saved too.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from k3train.kernels.kda.chunked import StateExchange
+from k3train.kernels.kda.segments import CHUNK, Ends, Tables, longest_segment, tables, upload
+from k3train.kernels.kda.triton_states import (
+    chain,
+    chain_back,
+    descriptor,
+    gradients_leaving,
+    states_entering,
+)
 from k3train.kernels.packing import Packing
 
-CHUNK = 64
 HEAD_DIM = 128
 STRONGEST_BOUND = -5.0
 """Below it e^(31/2 |bound|), the largest factor within a block of 32 tokens, leaves the range of bf16."""
@@ -95,6 +106,8 @@ def triton_kda(
     packing: Packing | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    exchange: StateExchange | None = None,
+    ends: Ends | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the gated delta rule (k3 report eq. 1-6) and return (o, final states or None).
 
@@ -103,103 +116,80 @@ def triton_kda(
     read in fp32. With ``packing`` b is 1 and documents do not see each other; without it every row is one
     document. States are fp32 [documents or b, h, 128, 128], key channel before value channel. Every
     gradient is deterministic.
+
+    With ``exchange`` the buffer is a shard, and ``ends`` says which documents go on in its neighbours: every
+    rank of the exchange's group must call this, forward and backward, and there are no states in and out.
     """
     b, t, h, d = q.shape
     borders = packing.local_cu_seqlens if packing is not None else tuple(range(0, b * t + 1, t))
-    table = _table(borders, q.device)
     rows = [x.reshape(b * t, *x.shape[2:]).contiguous() for x in (q, k, v, z, beta)]
+    if exchange is None:
+        ends = Ends(enters="all" if initial_state is not None else "")
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
-    o, final = _Kda.apply(
-        *rows, A_log.float(), dt_bias.float(), initial_state, gate_lower_bound, table, output_final_state
-    )
+    assert ends is not None
+    call = _Call(borders, h, ends, exchange, gate_lower_bound, q.device)
+    o, final = _Kda.apply(*rows, A_log.float(), dt_bias.float(), initial_state, call, output_final_state)
     return o.view(b, t, h, d), final if output_final_state else None
 
 
-class _Table:
-    """Chunks and documents of one buffer, on the device."""
+class _Call:
+    """What one call and its backward pass share."""
 
-    def __init__(self, borders: tuple[int, ...], device: torch.device) -> None:
-        chunks, documents = [], []
-        for i in range(len(borders) - 1):
-            start, length = borders[i], borders[i + 1] - borders[i]
-            documents.append((start, length, len(chunks), i))
-            chunks += [(start + c, length - c) for c in range(0, length, CHUNK)]
-        # long documents first: the chain of the longest one decides when the last program ends
-        documents.sort(key=lambda x: -x[1])
-        self.num_chunks, self.num_documents = len(chunks), len(documents)
-        self.chunks = _upload(chunks, device)
-        """int32 [chunks, 2]: first token, tokens from there to the document's end."""
-        self.documents = _upload(documents, device)
-        """int32 [documents, 4]: first token, length, first chunk, number of the document."""
+    def __init__(
+        self,
+        borders: tuple[int, ...],
+        heads: int,
+        ends: Ends,
+        exchange: StateExchange | None,
+        bound: float,
+        device: torch.device,
+    ) -> None:
+        self.borders, self.heads, self.device = borders, heads, device
+        self.ends, self.exchange, self.bound = ends, exchange, bound
+        self.longest = longest_segment(borders, heads, ends)
+        self.chunks = chunk_table(borders, device)
+        self.num_chunks = len(self.chunks)
+        self.num_documents = len(borders) - 1
+        self.shared = self.num_documents if "all" in (ends.enters, ends.leaves) else 1
+        """Documents whose states shards exchange, if any."""
 
-
-def _upload(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    host = torch.tensor(rows, dtype=torch.int32)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-@lru_cache(maxsize=16)
-def _table(borders: tuple[int, ...], device: torch.device) -> _Table:
-    """One table a buffer: all layers of a step, and all steps with the same borders, share it."""
-    return _Table(borders, device)
-
-
-class _Shapes:
-    """Launch settings of one call."""
-
-    def __init__(self, h: int, table: _Table) -> None:
-        # a program per head and document keeps the whole state when that fills half of the device;
-        # otherwise the value channels are split over programs: operands are then read more than once, out
-        # of the L2 cache
-        heads = h * table.num_documents
-        self.block_v = 128 if heads > 66 else 64 if heads > 33 else 32
-        self.warps, self.stages = 8 if self.block_v == 128 else 4, 2
+    def tables(self, *, backward: bool, has_gradient: bool = False) -> Tables:
+        """Rows of one direction; ``has_gradient`` of the final states."""
+        ends = self.ends
+        if has_gradient:
+            ends = replace(ends, leaves="all")
+        return tables(self.borders, self.heads, ends, backward, self.longest, self.device)
 
 
-@lru_cache
-def _layout(columns: int) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
-
-
-def _descriptor(x: Tensor, rows: int, columns: int) -> Any:
-    """A matrix whose last axis is x's, copied in blocks of rows x columns by the bulk copy engine."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    width = x.shape[-1]
-    shape, block = [x.numel() // width, width], [rows, columns]
-    return TensorDescriptor(x, shape, [width, 1], block, _layout(columns))
+@lru_cache(maxsize=32)
+def chunk_table(borders: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [chunks, 2]: first token, tokens from there to the document's end."""
+    rows = [(c, stop - c) for start, stop in pairwise(borders) for c in range(start, stop, CHUNK)]
+    return upload({"chunks": rows}, device)["chunks"]
 
 
-def _operands(
-    q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float, table: _Table
-):
+def _operands(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, call: _Call):
     """Run ``kda_prep`` and ``kda_inverse``: [chunks, h, 64, .] tiles by name."""
     from k3train.kernels.kda.triton_prep import kda_inverse, kda_prep
 
     # autograd's threads begin without a CUDA context; tensor maps need one, and an ordinary launch sets it
     q.new_zeros(1)
-    n, h, d = table.num_chunks, q.shape[1], q.shape[2]
+    n, h, d = call.num_chunks, q.shape[1], q.shape[2]
     tiles = {name: q.new_empty(n, h, CHUNK, d) for name in ("kh", "kt", "qh")}
     tiles.update({name: q.new_empty(n, h, CHUNK, CHUNK) for name in ("tb", "aqk")})
     tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
     tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
     akk = tiles["tb"].view(torch.float16)
-    rows = [_descriptor(x.view(-1, h * d), CHUNK, d) for x in (q, k, z)]
-    out = [_descriptor(tiles[name], CHUNK, d) for name in ("kh", "kt", "qh")]
-    _launch(
-        kda_prep, (n * h,), *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
-        table.chunks, d**-0.5, bound, _shift(bound), H=h, D=d, num_warps=8, maxnreg=128,
+    rows = [descriptor(x.view(-1, h * d), CHUNK, d) for x in (q, k, z)]
+    out = [descriptor(tiles[name], CHUNK, d) for name in ("kh", "kt", "qh")]
+    kda_prep[(n * h,)](
+        *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
+        call.chunks, d**-0.5, call.bound, _shift(call.bound), H=h, D=d, num_warps=8, maxnreg=128,
     )  # fmt: skip
-    squares = [_descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
-    _launch(kda_inverse, (n * h,), *squares, beta, table.chunks, H=h, num_warps=4)
+    squares = [descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
+    kda_inverse[(n * h,)](*squares, beta, call.chunks, H=h, num_warps=4)
     return tiles
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
-    kernel[grid](*arguments, **settings)
 
 
 def _shift(bound: float) -> float:
@@ -209,89 +199,67 @@ def _shift(bound: float) -> float:
 
 class _Kda(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, z, beta, A_log, dt_bias, initial, bound, table, want_final):
-        from k3train.kernels.kda.triton_chain import kda_chain
-
+    def forward(ctx: Any, q, k, v, z, beta, A_log, dt_bias, initial, call, want_final):
         h, d = q.shape[1:]
-        x = _operands(q, k, z, beta, A_log, dt_bias, bound, table)
-        s = _Shapes(h, table)
+        x = _operands(q, k, z, beta, A_log, dt_bias, call)
+        table = call.tables(backward=False)
+        entering, transitions, whole = states_entering(x, v, initial, table, call.exchange, call.shared)
         o = torch.empty_like(v)
-        final = q.new_empty(table.num_documents, h, d, d, dtype=torch.float32) if want_final else None
-        _launch(
-        kda_chain, (d // s.block_v, h, table.num_documents),
-            _descriptor(v.view(-1, h * d), CHUNK, s.block_v), *_chain_operands(x), None, None, x["dec"], o,
-            initial, final, table.documents, H=h, D=d, V=d, BV=s.block_v, HAS_H0=initial is not None,
-            STORE_HT=want_final, OUTPUT=True, STAGES=s.stages, W=s.warps, num_warps=s.warps,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, initial, o)
-        ctx.bound, ctx.table = bound, table
+        final = x["dec"].new_empty(call.num_documents, h, d, d) if want_final else None
+        chain(x, v, table, "output", entering, final, o=o)
+        ctx.save_for_backward(
+            q, k, v, z, beta, A_log, dt_bias, initial, o, entering, transitions, whole
+        )
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     def backward(ctx: Any, do, dfinal):
-        q, k, v, z, beta, A_log, dt_bias, initial, o = ctx.saved_tensors
+        q, k, v, z, beta, A_log, dt_bias, initial, o, *states = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
-        grads = _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, ctx.bound, ctx.table)
-        return (*grads, None, None, None)
+        inputs = (q, k, v, z, beta, A_log, dt_bias)
+        return (*_backward(inputs, initial, o, states, do, dfinal, ctx.call), None, None)
 
 
-def _chain_operands(x: dict[str, Tensor]) -> list[Any]:
-    wide = [_descriptor(x[name], CHUNK, HEAD_DIM) for name in ("kh", "kt", "qh")]
-    return [*wide, *(_descriptor(x[name], CHUNK, CHUNK) for name in ("tb", "aqk"))]
-
-
-def _backward(q, k, v, z, beta, A_log, dt_bias, initial, o, do, dfinal, bound, table):
-    from k3train.kernels.kda.triton_chain import kda_bchain, kda_chain
-
-    h, d = q.shape[1:]
-    n, s = table.num_chunks, _Shapes(q.shape[1], table)
-    grid = (d // s.block_v, h, table.num_documents)
-    x = _operands(q, k, z, beta, A_log, dt_bias, bound, table)
-    shapes = {"H": h, "D": d, "V": d, "BV": s.block_v, "STAGES": s.stages, "W": s.warps, "num_warps": s.warps}
-    operands = _chain_operands(x)
+def _backward(inputs, initial, o, states, do, dfinal, call):
+    q, k, v, z, beta, A_log, dt_bias = inputs
+    entering, transitions, whole = states
+    n, (h, d) = call.num_chunks, q.shape[1:]
+    x = _operands(q, k, z, beta, A_log, dt_bias, call)
+    table = call.tables(backward=True, has_gradient=dfinal is not None)
     hs, dhs = q.new_empty(n, h, d, d), q.new_empty(n, h, d, d)
     us, dv = q.new_empty(n, h, CHUNK, d), torch.empty_like(v)
-    _launch(
-        kda_chain, grid,
-        _descriptor(v.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(hs, d, s.block_v),
-        _descriptor(us, CHUNK, s.block_v), x["dec"], None, initial, None, table.documents,
-        HAS_H0=initial is not None, STORE_HT=False, OUTPUT=False, **shapes,
-    )  # fmt: skip
+    chain(x, v, call.tables(backward=False), "states", entering, None, hs=hs, us=us)
+    leaving = gradients_leaving(x, do, dfinal, transitions, whole, table, call.exchange, call.shared)
     dinitial = torch.empty_like(initial) if initial is not None else None
-    _launch(
-        kda_bchain, grid,
-        _descriptor(do.view(-1, h * d), CHUNK, s.block_v), *operands, _descriptor(dhs, d, s.block_v),
-        x["dec"], dv, dfinal, dinitial, table.documents, HAS_DHT=dfinal is not None, STORE_DH0=dinitial is
-        not None, **shapes,
-    )  # fmt: skip
+    chain_back(x, do, table, "back", leaving, dinitial, dhs=dhs, dv=dv)
     rs = x["rs"]
-    del x, operands
-    dq, dk, dz, dbeta, dA, dbias = _input_gradients(
-        q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, rs, bound, table
-    )
+    del x
+    dq, dk, dz, dbeta, dA, dbias = _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call)
     return dq, dk, dv, dz, dbeta, dA, dbias, dinitial
 
 
-def _input_gradients(q, k, v, z, beta, A_log, dt_bias, o, do, us, dv, hs, dhs, rs, bound, table):
+def _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call):
     from k3train.kernels.kda.triton_grad import kda_grad, kda_pairs
 
-    n, (h, d) = table.num_chunks, q.shape[1:]
+    q, k, v, z, beta, A_log, dt_bias = inputs
+    n, (h, d) = call.num_chunks, q.shape[1:]
     dq, dk, dz, dbeta = (torch.empty_like(x) for x in (q, k, z, beta))
     pairs = q.new_empty(n, h, 2, CHUNK, CHUNK)
     sums = q.new_empty(n, h, 4 * CHUNK, dtype=torch.float32)
     dA = q.new_empty(n, h, 2, dtype=torch.float32)
     dbias = q.new_empty(n, h, d, dtype=torch.float32)
-    rows = [_descriptor(x.view(-1, h * d), CHUNK, d) for x in (do, dv, o, v)]
-    wide = [_descriptor(x, CHUNK, d) for x in (us, hs, dhs)]
-    _launch(
-        kda_pairs, (n * h,), *rows[:2], wide[0], *rows[2:], _descriptor(pairs, CHUNK, CHUNK), beta, dbeta,
-        sums, table.chunks, H=h, V=d, num_warps=4,
+    rows = [descriptor(x.view(-1, h * d), CHUNK, d) for x in (do, dv, o, v)]
+    wide = [descriptor(x, CHUNK, d) for x in (us, hs, dhs)]
+    kda_pairs[(n * h,)](
+        *rows[:2], wide[0], *rows[2:], descriptor(pairs, CHUNK, CHUNK), beta, dbeta,
+        sums, call.chunks, H=h, V=d, num_warps=4,
     )  # fmt: skip
-    _launch(
-        kda_grad, (2 * n * h,), q, k, z, A_log, dt_bias, rows[0], wide[0], rows[1], *wide[1:], rs,
-        _descriptor(pairs, 32, 32), sums, dq, dk, dz, dA, dbias, table.chunks,
-        d**-0.5, bound, _shift(bound), H=h, D=d, V=d, num_warps=4,
+    kda_grad[(2 * n * h,)](
+        q, k, z, A_log, dt_bias, rows[0], wide[0], rows[1], *wide[1:], rs,
+        descriptor(pairs, 32, 32), sums, dq, dk, dz, dA, dbias, call.chunks,
+        d**-0.5, call.bound, _shift(call.bound), H=h, D=d, V=d, num_warps=4,
     )  # fmt: skip
     return dq, dk, dz, dbeta, dA.sum((0, 2)), dbias.sum(0).view(-1)
