@@ -8,8 +8,8 @@ from k3train.config import schema
 from k3train.kernels.kda.choose import choose
 
 
-def describe_kernels(model: schema.Model, cp_size: int, device: torch.device) -> dict[str, str]:
+def describe_kernels(model: schema.Model, device: torch.device) -> dict[str, str]:
     """The path of each kind of layer that has a choice, and the reason for it."""
     dtype = torch.bfloat16 if model.precision is schema.Precision.bf16 else torch.float32
-    fast, reason = choose(device, dtype, model.kda.head_dim, model.kda.gate_lower_bound, cp_size)
+    fast, reason = choose(device, dtype, model.kda.head_dim, model.kda.gate_lower_bound)
     return {"kda": f"{'Hopper kernels' if fast else 'chunked torch'}: {reason}"}

@@ -65,7 +65,7 @@ class Report:
             ),
             loaded=None if latest is None else str(latest),
         )
-        kernels = describe_kernels(setup.run.model, layout.cp, setup.device)
+        kernels = describe_kernels(setup.run.model, setup.device)
         if kernels != self._kernels:
             self._kernels = kernels
             self._event("kernels", progress, **kernels)

@@ -42,7 +42,7 @@ def factors(g, bound):
     """Per 32-token block: decay from its start, to its end, and around the fixed causal anchor."""
     L = g.cumsum(-2)
     shift = (B - 1) * abs(bound) / 2
-    A = L - g[..., :1, :] + shift
+    A = L + shift
     return L.exp(), (L[..., -1:, :] - L).exp(), A.exp(), (-A).exp(), L[..., -1, :].exp()
 
 

@@ -14,7 +14,9 @@ import os
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise, product
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -96,22 +98,23 @@ def section_stages(out: dict) -> None:
             ds[0].double(),
             stages.bf16,
         )
-        table = T._table((0, t), q.device)
-        got = T._operands(q, k, z, beta, x[5], x[6], BOUND, table)
+        call = T._Call((0, t), h, T.Ends(enters="all"), None, BOUND, q.device)
+        got = T._operands(q, k, z, beta, x[5], x[6], call)
         row = {}
         for name in ("kh", "kt", "qh", "aqk", "tb", "dec"):
             row[name] = relative(got[name].transpose(0, 1), want[name])
-        o, final = T._Kda.apply(q, k, v, z, beta, x[5], x[6], s0, BOUND, table, True)
+        o, final = T._Kda.apply(q, k, v, z, beta, x[5], x[6], s0, call, True)
         row["o"], row["final"] = relative(o, want["o"]), relative(final[0], want["final"])
         keep = {}
         inner = T._input_gradients
 
         def spy(*a, keep=keep, inner=inner):
-            keep.update(us=a[9], dv=a[10], hs=a[11], dhs=a[12])
+            keep.update(us=a[3], dv=a[4], hs=a[5], dhs=a[6])
             return inner(*a)
 
         T._input_gradients = spy
-        g = T._backward(q, k, v, z, beta, x[5], x[6], s0, o, do, ds.contiguous(), BOUND, table)
+        inputs = (q, k, v, z, beta, x[5], x[6])
+        g = T._backward(inputs, s0, o, (s0, None, None), do, ds.contiguous(), call)
         T._input_gradients = inner
         for name, key in (("U", "us"), ("hs", "hs"), ("dhs", "dhs")):
             row[name] = relative(keep[key].transpose(0, 1), want[name])
@@ -168,6 +171,126 @@ def section_check(out: dict, h: int, who: str = "ours") -> None:
             "bitwise" if same else "NOT REPEATABLE",
             flush=True,
         )
+
+
+@contextmanager
+def cut_into(longest: int) -> Iterator[None]:
+    """Cut documents into segments of so many chunks, whatever the cost."""
+    import k3train.kernels.kda.triton_kda as T
+
+    before = T.longest_segment
+    T.longest_segment = lambda *a: longest
+    try:
+        yield
+    finally:
+        T.longest_segment = before
+
+
+def shards(x, do, borders: tuple[int, ...], size: int):
+    """Outputs and gradients of ``size`` context-parallel shards, computed one after the other."""
+    from k3train.kernels.kda.triton_kda import Ends, triton_kda
+    from k3train.kernels.packing import make_packing
+
+    exchange, outputs, parts = stages.InTurn(None), [], []
+    for r in range(size):
+        part = [y.detach().chunk(size, 1)[r] if y.ndim > 2 else y.detach() for y in x]
+        part = [y.clone().requires_grad_() for y in part]
+        valid = torch.ones(borders[-1], dtype=torch.bool)
+        packing = make_packing(borders, valid, rank=r, size=size, device="cuda")
+        ends = Ends(
+            enters="first" if packing.continues_from_left else "",
+            leaves="last" if packing.continues_to_right else "",
+            shared=True,
+        )
+        o, _ = triton_kda(*part, gate_lower_bound=BOUND, packing=packing, exchange=exchange, ends=ends)
+        outputs.append(o)
+        parts.append(part)
+    exchange.state = None
+    pieces = do.chunk(size, 1)
+    grads = [torch.autograd.grad(outputs[r], parts[r], pieces[r]) for r in reversed(range(size))][::-1]
+    joined = [torch.cat(g, 1) if g[0].ndim > 2 else torch.stack(g).sum(0) for g in zip(*grads, strict=True)]
+    return torch.cat(outputs, 1), None, joined
+
+
+def section_cut(out: dict, h: int) -> None:
+    """Segments and shards against the token recurrence in float64; two runs bitwise equal."""
+    one, many = (0, 512), DOCUMENTS
+    crossing = (0, 30, 250, 251, 512)
+    cases = [(r, one, n, 1) for r in REGIMES for n in (2, 3)] + [("mixed", many, 1, 1), ("slow", many, 2, 1)]
+    cases += [(r, one, 9, 4) for r in REGIMES] + [("slow", one, 1, 2), ("slow", crossing, 1, 4)]
+    cases += [("mixed", crossing, 9, 2), ("slow", many, 9, 4)]
+    for regime, borders, longest, size in cases:
+        x = make(1, 512, h, regime, seed=longest)
+        do = torch.randn(1, 512, h, 128, device="cuda").to(torch.bfloat16)
+        torch.full((1 << 28,), float("nan"), device="cuda")
+        with cut_into(longest):
+            runs = [
+                shards(x, do, borders, size) if size > 1 else gradients(ours, x, do, borders=borders)
+                for _ in range(2)
+            ]
+        (o, _, g), (o2, _, g2) = runs
+        same = torch.equal(o, o2) and all(torch.equal(p, r) for p, r in zip(g, g2, strict=True))
+        ro, rg = reference(x, do, borders)
+        row = {"o": relative(o, ro)}
+        row |= {n: relative(p, r) for n, p, r in zip(NAMES, g, rg, strict=True)}
+        key = f"h{h} {regime} {len(borders) - 1} documents, segments of {longest} chunks, {size} shards"
+        out.setdefault("cut", {})[key] = row | {"repeat": same}
+        text = " ".join(f"{n} {e:.1e}" for n, e in row.items())
+        print(key, text, "bitwise" if same else "NOT REPEATABLE", flush=True)
+
+
+def section_long(out: dict) -> None:
+    """A long document whole, cut and in shards: how far the results lie apart."""
+    t, h = 16384, 4
+    for regime in REGIMES:
+        x = make(1, t, h, regime)
+        do = torch.randn(1, t, h, 128, device="cuda").to(torch.bfloat16)
+        with cut_into(1 << 20):
+            o, _, g = gradients(ours, x, do)
+        for name, longest, size in (
+            ("cut", 16, 1),
+            ("cut", 50, 1),
+            ("shards", 1 << 20, 2),
+            ("shards", 20, 4),
+        ):
+            with cut_into(longest):
+                o2, _, g2 = shards(x, do, (0, t), size) if size > 1 else gradients(ours, x, do)
+            row = {n: relative(a, b) for n, a, b in zip(("o", *NAMES), (o2, *g2), (o, *g), strict=True)}
+            key = f"{regime} {name} {longest} {size}"
+            out.setdefault("long", {})[key] = row
+            print(key, " ".join(f"{n} {e:.1e}" for n, e in row.items()), flush=True)
+
+
+def section_sweep(out: dict, h: int = 16, t: int = 131072) -> None:
+    """Every kind of chain alone, by segments of one document and value channels of a program."""
+    from dataclasses import replace
+
+    import k3train.kernels.kda.triton_kda as T
+    from k3train.kernels.kda import segments
+    from k3train.kernels.kda import triton_states as S
+
+    q, k, v, z, beta, a, bias = (y.detach() for y in make(1, t, h, "mixed"))
+    q, k, v, z, beta = (y[0] for y in (q, k, v, z, beta))
+    call = T._Call((0, t), h, T.Ends(), None, BOUND, q.device)
+    x = T._operands(q, k, z, beta, a, bias, call)
+    n = call.num_chunks
+    o, s = torch.empty_like(v), x["dec"].new_zeros(64, h, 128, 128)
+    hs, us = q.new_empty(n, h, 128, 128), q.new_empty(n, h, 64, 128)
+    for block, parts in product((128, 64, 32), (1, 2, 3, 4, 5, 6, 8, 12, 16)):
+        tables = [segments.tables((0, t), h, T.Ends(), b, -(-n // parts), q.device) for b in (False, True)]
+        f, b = (replace(y, blocks=dict.fromkeys(segments.SPEED, block)) for y in tables)
+        row = {
+            "output": median(lambda f=f: S.chain(x, v, f, "output", s, None, o=o), 0.02),
+            "states": median(lambda f=f: S.chain(x, v, f, "states", s, None, hs=hs, us=us), 0.02),
+            "back": median(lambda b=b: S.chain_back(x, o, b, "back", s, None, dhs=hs, dv=us), 0.02),
+        }
+        if parts > 1:
+            row["maps"] = median(lambda f=f: S.chain(x, v, f, "maps", None, s), 0.02)
+            row["back maps"] = median(lambda b=b: S.chain_back(x, o, b, "back maps", None, s), 0.02)
+            row["scan"] = median(lambda f=f: S._scan(f, "enter", s, s, states=s), 0.02)
+        key = f"H{h} T{t} {block} channels {parts} segments"
+        out.setdefault("sweep", {})[key] = row
+        print(key, " ".join(f"{name} {ms:.3f}" for name, ms in row.items()), flush=True)
 
 
 def median(fn, seconds: float = 0.25) -> float:
@@ -250,34 +373,6 @@ def section_time(out: dict, who: str = "ours") -> None:
             print("   ", "; ".join(f"{n} {ms}" for n, ms in r.items()), flush=True)
 
 
-def section_settings(out: dict) -> None:
-    """The chain kernels under other splits of the value channels."""
-    import k3train.kernels.kda.triton_kda as T
-
-    for h, t in ((96, 8192), (16, 8192)):
-        for block_v, warps, depth in (
-            (128, 8, 2),
-            (64, 8, 2),
-            (64, 4, 1),
-            (64, 4, 2),
-            (32, 4, 2),
-            (32, 4, 3),
-            (64, 8, 3),
-        ):
-            T._Shapes.__init__ = lambda s, h, table, v=(block_v, warps, depth): s.__dict__.update(
-                zip(("block_v", "warps", "stages"), v, strict=True)
-            )
-            key = f"H{h} T{t} BV{block_v} warps {warps} stages {depth}"
-            try:
-                r = kernels(ours, 1, t, h, 1)
-            except Exception as e:
-                print(key, repr(e)[:160], flush=True)
-                continue
-            r = {n: ms for n, ms in r.items() if "chain" in n}
-            out.setdefault("settings", {})[key] = r
-            print(key, r, flush=True)
-
-
 def section_once(out: dict, t: int = 8192, h: int = 96) -> None:
     """Two forwards and backwards, for a profiler or a memory checker around this process."""
     x = make(1, t, h, "mixed")
@@ -311,7 +406,7 @@ def environment() -> dict:
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--budget", type=float, default=300)
-    arguments.add_argument("--sections", default="stages,check:96,check:16,check:1,check:3,time,settings")
+    arguments.add_argument("--sections", default="stages,check:96,check:16,check:1,check:3,cut:2,long,time")
     arguments.add_argument("--out", default=os.environ.get("OUT", "."))
     arguments.add_argument("--section")
     a = arguments.parse_args()
@@ -325,7 +420,7 @@ def main() -> None:
         return
     start = time.time()
     print(environment(), flush=True)
-    parallel = [s for s in a.sections.split(",") if s.startswith(("stages", "check"))]
+    parallel = [s for s in a.sections.split(",") if s.startswith(("stages", "check", "cut", "long"))]
     serial = [s for s in a.sections.split(",") if s not in parallel]
 
     def launch(section: str) -> tuple[str, subprocess.Popen[str]]:
@@ -338,7 +433,7 @@ def main() -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             text = (process.communicate()[0] or "") + f"\n{section}: TIME LIMIT"
-        print(f"== {section} [{time.time() - start:.0f} s]\n{text[-5000:]}", flush=True)
+        print(f"== {section} [{time.time() - start:.0f} s]\n{text[-9000:]}", flush=True)
 
     running = [launch(s) for s in parallel]
     for section, process in running:

@@ -116,7 +116,7 @@ def main(overrides: list[str]) -> None:
     parameters = sum(p.numel() for p in chunk.parameters())
     print(f"{parameters / 1e9:.3f} B parameters, built in {time.perf_counter() - began:.1f} s, "
           f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB with optimizer state", flush=True)  # fmt: skip
-    print(describe_kernels(run.model, 1, device), flush=True)
+    print(describe_kernels(run.model, device), flush=True)
 
     document, two = (to_device(random_documents(n, k, run.model.vocab_size), device=device) for k in (1, 2))
     packed = [setup.data.micro_batch(i, dp_rank=0, dp_size=1, index=0) for i in range(WARM_UPS + TIMED)]

@@ -38,6 +38,33 @@ def test_output_and_gradients(regime: str, borders: tuple[int, ...] | None, head
     assert all(torch.equal(a, b) for a, b in zip(g, again[2], strict=True))
 
 
+CROSSING = (0, 30, 250, 251, 512)
+
+
+@pytest.mark.parametrize("regime", run.REGIMES)
+@pytest.mark.parametrize(
+    ("borders", "longest", "size"),
+    [((0, 512), 2, 1), (run.DOCUMENTS, 1, 1), ((0, 512), 9, 4), (CROSSING, 1, 4), (run.DOCUMENTS, 9, 2)],
+)
+def test_segments_and_shards(regime: str, borders: tuple[int, ...], longest: int, size: int) -> None:
+    """Documents cut into segments of ``longest`` chunks, in ``size`` shards of one context-parallel group."""
+    x = run.make(1, 512, 3, regime, seed=longest)
+    do = torch.randn(1, 512, 3, 128, device="cuda").to(torch.bfloat16)
+
+    def compute():
+        with run.cut_into(longest):
+            if size > 1:
+                return run.shards(x, do, borders, size)
+            return run.gradients(run.ours, x, do, borders=borders)
+
+    (o, _, g), again = compute(), compute()
+    want, want_g = run.reference(x, do, borders)
+    for name, got, ref in zip(NAMES, (o, *g), (want, *want_g), strict=True):
+        assert run.relative(got, ref) < (4e-2 if name == "dA_log" else 1e-2), name
+    assert torch.equal(o, again[0])
+    assert all(torch.equal(a, b) for a, b in zip(g, again[2], strict=True))
+
+
 def test_states_in_and_out_join_two_calls() -> None:
     x = [y.detach() for y in run.make(1, 320, 4, "mixed")]
     whole, final = run.ours(*x, output_final_state=True)
@@ -70,15 +97,17 @@ def test_documents_do_not_see_each_other() -> None:
     assert torch.equal(whole[:, :71], poisoned[:, :71])
 
 
-def test_gradients_of_the_states() -> None:
-    x = run.make(1, 100, 2, "mixed")
+@pytest.mark.parametrize(("t", "longest"), [(100, 9), (250, 1)], ids=["whole", "cut"])
+def test_gradients_of_the_states(t: int, longest: int) -> None:
+    x = run.make(1, t, 2, "slow")
     s0 = torch.randn(1, 2, 128, 128, device="cuda", requires_grad=True)
     ds = torch.randn(1, 2, 128, 128, device="cuda")
-    do = torch.randn(1, 100, 2, 128, device="cuda").to(torch.bfloat16)
-    o, final = run.ours(*x, initial_state=s0, output_final_state=True)
-    got = torch.autograd.grad([o, final], [*x, s0], [do, ds])
+    do = torch.randn(1, t, 2, 128, device="cuda").to(torch.bfloat16)
+    with run.cut_into(longest):
+        o, final = run.ours(*x, initial_state=s0, output_final_state=True)
+        got = torch.autograd.grad([o, final], [*x, s0], [do, ds])
     y = [t.detach().double().requires_grad_() for t in (*x, s0)]
     ro, rs = run.stages.recurrence(*(t[0] for t in y[:5]), y[5], y[6], run.BOUND, y[7][0])
     want = torch.autograd.grad([ro, rs], y, [do[0].double(), ds[0].double()])
     for name, a, b in zip((*run.NAMES, "dinitial"), got, want, strict=True):
-        assert run.relative(a, b) < 2e-2, name
+        assert run.relative(a, b) < (4e-2 if name == "dA_log" else 2e-2), name

@@ -11,21 +11,20 @@ from torch import Tensor
 
 from k3train.kernels.kda.chunked import kda_chunked
 from k3train.kernels.kda.context_parallel import ContextParallelExchange
+from k3train.kernels.kda.segments import Ends
 from k3train.kernels.kda.triton_kda import is_available, triton_kda
 from k3train.kernels.packing import Packing, check_packed
 
 
 @lru_cache
 def choose(
-    device: torch.device, dtype: torch.dtype, head_dim: int, gate_lower_bound: float, cp_size: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, gate_lower_bound: float
 ) -> tuple[bool, str]:
     """Whether the Hopper kernels compute such a layer, and in a few words why or why not."""
     if device.type != "cuda":
         return False, f"the device is {device.type}"
-    if cp_size > 1:
-        return False, f"parallel.cp={cp_size} passes states between ranks, which only the torch path does"
     available, reason = is_available(device, dtype, head_dim, gate_lower_bound)
-    return available, reason or f"bf16, head dimension {head_dim}, whole documents on one rank"
+    return available, reason or f"bf16, head dimension {head_dim}"
 
 
 def kda(
@@ -61,7 +60,8 @@ def kda(
     if packing is not None:
         check_packed(q, packing)
     same_dtype = all(x.dtype is q.dtype for x in (k, v, z, beta))
-    if same_dtype and choose(q.device, q.dtype, q.shape[-1], gate_lower_bound, 2 if sharded else 1)[0]:
+    exchange = ContextParallelExchange(cp_group) if sharded else None
+    if same_dtype and choose(q.device, q.dtype, q.shape[-1], gate_lower_bound)[0]:
         return triton_kda(
             q,
             k,
@@ -74,6 +74,8 @@ def kda(
             packing=packing,
             initial_state=initial_state,
             output_final_state=output_final_state,
+            exchange=exchange,
+            ends=_ends(packing, cp_group) if sharded else None,
         )
     if packing is not None and (initial_state is not None or output_final_state):
         return _each_document(
@@ -98,9 +100,21 @@ def kda(
         document=document,
         continues=continues,
         initial_state=initial_state,
-        exchange=ContextParallelExchange(cp_group) if sharded else None,
+        exchange=exchange,
     )
     return o, final_state if output_final_state else None
+
+
+def _ends(packing: Packing | None, cp_group: Any) -> Ends:
+    """Which documents of this shard began on the rank before and go on on the next; all or none of rows."""
+    if packing is None:
+        first, last = cp_group.rank() == 0, cp_group.rank() == cp_group.size() - 1
+        return Ends(enters="" if first else "all", leaves="" if last else "all", shared=True)
+    return Ends(
+        enters="first" if packing.continues_from_left else "",
+        leaves="last" if packing.continues_to_right else "",
+        shared=True,
+    )
 
 
 def _each_document(

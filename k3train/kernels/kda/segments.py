@@ -30,7 +30,7 @@ class Ends:
     enters: str = ""
     """Documents that a state enters: "" none, "first" or "all"."""
     leaves: str = ""
-    """Documents whose last state another shard reads, or whose last state has a gradient: "", "last", "all"."""
+    """Documents whose last state another shard reads, or has a gradient: "" none, "last" or "all"."""
     shared: bool = False
     """Whether entering states and leaving gradients come from other shards, after they got this one's map."""
 
@@ -185,17 +185,17 @@ def _document(
 PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 SHORTEST = 16
 """Chunks below which a segment is not worth its map."""
-STEP = 6.0
-"""Microseconds of a scan a segment."""
+STEP, LAUNCH = 4.0, 50.0
+"""Microseconds a segment of a scan, and of the host a launch."""
 SPEED = {
-    "output": ({128: 1.7, 64: 1.3, 32: 1.1}, 0.025),
-    "states": ({128: 1.7, 64: 1.3, 32: 1.1}, 0.027),
-    "back": ({128: 2.0, 64: 1.5, 32: 1.2}, 0.033),
-    "maps": ({128: 1.3, 64: 1.0, 32: 0.9}, 0.012),
-    "back maps": ({128: 1.8, 64: 1.4, 32: 1.1}, 0.021),
+    "output": ({128: 2.65, 64: 1.45, 32: 1.45}, 0.0237),
+    "states": ({128: 1.8, 64: 1.3, 32: 0.95}, 0.0284),
+    "back": ({128: 2.2, 64: 1.3, 32: 1.1}, 0.032),
+    "maps": ({128: 1.9, 64: 1.3, 32: 1.1}, 0.014),
+    "back maps": ({128: 2.0, 64: 1.2, 32: 1.2}, 0.0175),
 }
-"""Microseconds a chunk on one H200: of a program that keeps so many value channels and has a processor and
-the memory for itself; and of a head's share of the memory's time."""
+"""Microseconds a chunk on one H200, measured: of a program that keeps so many value channels and has a
+processor and the memory for itself; and a head's share of the memory's time."""
 
 
 def block_of(rows: Rows, heads: int, kind: str) -> tuple[int, float]:
@@ -231,7 +231,8 @@ def longest_segment(borders: tuple[int, ...], heads: int, ends: Ends) -> int:
             plan, _ = plan_states(borders, ends, size, backward=backward)
             kinds = ("back", "back maps") if backward else ("output", "states", "maps")
             time += sum(block_of(plan.maps if "maps" in k else plan.main, heads, k)[1] for k in kinds)
-            time += STEP * len(plan.enter.steps) / max(1, len(plan.enter.chains)) + STEP * bool(plan.maps)
+            if plan.maps:
+                time += 2 * LAUNCH + STEP * max((steps for _, steps, *_ in plan.enter.chains), default=0)
         if time < 0.95 * least:
             best, least = size, time
     return best

@@ -3,7 +3,9 @@
 ``rows`` holds a segment each, a whole document or a part of one, as ``segments`` describes: first token,
 tokens, first chunk, where the state that enters lies in ``h0`` and where the one that leaves goes in ``ht``
 (negative: nowhere; for gradients ``dht`` and ``dh0``), and whether values count as zero and the state starts
-as the identity. With MAP nothing but the last state is stored. Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are
+as the identity. With MAP nothing but the last state is stored.
+
+Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are
 computed; the state stays in fp32 accumulators. Every left operand of a product lies in shared memory.
 
 Imports triton: import it inside functions only.

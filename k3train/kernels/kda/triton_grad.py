@@ -29,7 +29,7 @@ from k3train.kernels.kda.triton_math import (
     product,
     put,
     sigmoid,
-    store_triangles,
+    store_triangle,
     to_channels,
 )
 
@@ -120,23 +120,20 @@ def tokens(s, block: gl.constexpr):
 
 
 @gluon.jit
-def row_products(ga, tri, sS, sdo, sx, block: gl.constexpr, zero):
-    """Decay from the block's start, S dO^T and S dV^T [channels, 32 tokens]."""
-    F = warpgroup_mma(ga, tri.index(0), zero, use_acc=False, is_async=True)
+def row_products(ga, tri, sS, sdo, sx, block: gl.constexpr, zero, shift):
+    """Decay up to a token around the block's anchor (log2), S dO^T and S dV^T [channels, 32 tokens]."""
+    A = warpgroup_mma(ga, tri, zero, use_acc=False, is_async=True)
     tq = warpgroup_mma(sS, tokens(sdo, block), zero, use_acc=False, is_async=True)
     tk = warpgroup_mma(sS, tokens(sx, block), zero, use_acc=False, is_async=True)
-    F, tq, tk, ga = warpgroup_mma_wait(0, deps=[F, tq, tk, ga])
-    return ex2(F), tq, tk
+    A, tq, tk, ga = warpgroup_mma_wait(0, deps=[A, tq, tk, ga])
+    return A + shift, tq, tk
 
 
 @gluon.jit
-def column_products(ga, tri, sD, su, block: gl.constexpr, zero, shift):
-    """Decay to the block's end, around its anchor (log2), and dS U^T."""
-    B = warpgroup_mma(ga, tri.index(1), zero, use_acc=False, is_async=True)
-    A = warpgroup_mma(ga, tri.index(2), zero, use_acc=False, is_async=True)
+def column_product(sD, su, block: gl.constexpr, zero):
+    """dS U^T [channels, 32 tokens]."""
     tc = warpgroup_mma(sD, tokens(su, block), zero, use_acc=False, is_async=True)
-    B, A, tc, ga = warpgroup_mma_wait(0, deps=[B, A, tc, ga])
-    return ex2(B), A + shift, tc
+    return warpgroup_mma_wait(0, deps=[tc])
 
 
 @gluon.jit
@@ -158,14 +155,12 @@ def chained(a, b, x, y, t, use_acc: gl.constexpr):
 
 
 @gluon.jit
-def diagonal(q, k, A, st, block: gl.constexpr, dq, dk, dG, zero, DOT: gl.constexpr):
+def diagonal(q, k, xe, ye, st, block: gl.constexpr, dq, dk, dG, zero, DOT: gl.constexpr):
     """Adds one 32-token diagonal tile to dq, dk and the gate's gradient.
 
     The rounded operands of one product multiply the result of the other one, so that a pair of tokens adds
     the same number to the gate's gradient where it enters and where it leaves the sum over positions.
     """
-    xe = ex2(A)
-    ye = ex2(0.0 - A)
     y = bf16(k * ye)
     ya = gl.convert_layout(y, DOT)
     tq, tk = pair(ya, ya, transposed(st, block), transposed(st, 3 + block), zero, zero, False)
@@ -271,6 +266,7 @@ def kda_grad(
     scale,
     lb,
     shift,
+    down,
     H: gl.constexpr,
     D: gl.constexpr,
     V: gl.constexpr,
@@ -298,8 +294,8 @@ def kda_grad(
     ss = gl.allocate_shared_memory(gl.float32, [4 * C], S1)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
-    tri = gl.allocate_shared_memory(gl.float16, [3, 32, 32], pairs.layout)
-    store_triangles(tri, LT)
+    tri = gl.allocate_shared_memory(gl.float16, [32, 32], pairs.layout)
+    store_triangle(tri, LT)
     suf = gl.allocate_shared_memory(gl.bfloat16, [32, 32], pairs.layout)
     i = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, LT)), 1)
     suf.store((i >= gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LT)), 0)).to(gl.bfloat16))
@@ -339,11 +335,17 @@ def kda_grad(
     b_bias = gl.load(bias + i_h * D + i_d * BD + ch).to(gl.float32)
     ga0, e0 = log2_gates(to_channels(xz0, MMA), m0, a, b_bias, lb, DOT)
     ga1, e1 = log2_gates(to_channels(xz1, MMA), m1, a, b_bias, lb, DOT)
+    to_end0 = ex2(e0 + shift)
+    to_end1 = gl.expand_dims(ex2(e1 + shift), 1)
+    whole = ex2(e0 + e1)
+    ec = gl.expand_dims(ex2(e0), 1)
+    e1 = gl.expand_dims(ex2(e1), 1)
     kt0 = to_channels(xk0, MMA)
     kt1 = to_channels(xk1, MMA)
     qt1 = to_channels(xq1, MMA)
     zero = gl.zeros([BD, 32], gl.float32, MMA)
-    yo = bf16(normed(kt0, of_tokens(sr, 1, 0, TK)) * ex2(product(ga0, tri.index(1), zero, False)))
+    ye = ex2(0.0 - (product(ga0, tri, zero, False) + shift))
+    yo = bf16(normed(kt0, of_tokens(sr, 1, 0, TK)) * ye * gl.expand_dims(to_end0, 1))
     mbarrier.wait(bar, 0)
     if left < C:
         clear_rows(sdo, left, LV)
@@ -354,48 +356,51 @@ def kda_grad(
     sq = gl.zeros([BD, BD], gl.float32, MSQ)
     sq = warpgroup_mma(sS, sD.permute((1, 0)), sq, use_acc=False, is_async=True)
     sq = warpgroup_mma_wait(0, deps=[sq])
-    last = gl.convert_layout(gl.sum(gl.where(eye, sq, 0.0), 1), CH) * (e0 * e1)
+    last = gl.convert_layout(gl.sum(gl.where(eye, sq, 0.0), 1), CH) * whole
     # block 1
-    ec = gl.expand_dims(e0, 1)
     ya = gl.convert_layout(yo, DOT)
-    F, tq, tk = row_products(ga1, tri, sS, sdo, sx, 1, zero)
+    A, tq, tk = row_products(ga1, tri, sS, sdo, sx, 1, zero, shift)
     tq, tk = pair(ya, ya, transposed(st, 2), transposed(st, 5), tq * ec, tk * (0.0 - ec), True)
     q_ = normed(qt1, of_tokens(sr, 0, 1, TK) * scale)
     k_ = normed(kt1, of_tokens(sr, 1, 1, TK))
+    xe = ex2(A)
+    F = xe * down
     qF = bf16(q_ * F)
     kF = bf16(k_ * F)
     dq_ = tq * F
     dk_ = tk * F
     dG1 = qF.to(gl.float32) * tq + kF.to(gl.float32) * tk
-    B, A, tc = column_products(ga1, tri, sD, su, 1, zero, shift)
-    tc = tc * B
+    ye = ex2(0.0 - A)
+    tc = column_product(sD, su, 1, zero) * (ye * to_end1)
     dk_ += tc
     tc = tc * k_
     last += gl.sum(tc, 1)
     dG1 -= tc
-    dq_, dk_, dG1 = diagonal(q_, k_, A, st, 1, dq_, dk_, dG1, zero, DOT)
+    dq_, dk_, dG1 = diagonal(q_, k_, xe, ye, st, 1, dq_, dk_, dG1, zero, DOT)
     xk0 = fetch_rows(k + base, pl, left, 0, LD)
     xq0 = fetch_rows(q + base, pl, left, 0, LD)
     put_inputs(dq, dk, p1, dq_, dk_, qt1, kt1, sr, ss, 1, scale, ml1, LD, TK)
     # block 0
     kt0 = to_channels(xk0, MMA)
     qt0 = to_channels(xq0, MMA)
-    F, tq, tk = row_products(ga0, tri, sS, sdo, sx, 0, zero)
+    A, tq, tk = row_products(ga0, tri, sS, sdo, sx, 0, zero, shift)
     q_ = normed(qt0, of_tokens(sr, 0, 0, TK) * scale)
     k_ = normed(kt0, of_tokens(sr, 1, 0, TK))
+    xe = ex2(A)
+    F = xe * down
     dq_ = tq * F
     dk_ = 0.0 - tk * F
     dG0 = q_ * dq_ + k_ * dk_
-    B, A, tc = column_products(ga0, tri, sD, su, 0, zero, shift)
+    ye = ex2(0.0 - A)
     yo32 = yo.to(gl.float32)
-    tc = tc * gl.expand_dims(e1, 1)
+    tc = column_product(sD, su, 0, zero) * e1
     last += gl.sum(yo32 * tc, 1)
     qa = gl.convert_layout(qF, DOT)
     ka = gl.convert_layout(kF, DOT)
     tc = chained(qa, ka, tile(st, 2), tile(st, 5), tc, True)
     dG0 -= yo32 * tc
-    dk_ += tc * B
-    dq_, dk_, dG0 = diagonal(q_, k_, A, st, 0, dq_, dk_, dG0, zero, DOT)
+    dk_ += tc * (ye * gl.expand_dims(to_end0, 1))
+    dq_, dk_, dG0 = diagonal(q_, k_, xe, ye, st, 0, dq_, dk_, dG0, zero, DOT)
     xz0 = fetch_rows(z + base, pl, left, 0, LD)
     xz1 = fetch_rows(z + base + 32 * H * D, pl, left, 1, LD)
     put_inputs(dq, dk, p0, dq_, dk_, qt0, kt0, sr, ss, 0, scale, ml0, LD, TK)

@@ -180,12 +180,12 @@ def _operands(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_b
     tiles.update({name: q.new_empty(n, h, CHUNK, CHUNK) for name in ("tb", "aqk")})
     tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
     tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
-    akk = tiles["tb"].view(torch.float16)
+    akk, shift = tiles["tb"].view(torch.float16), _shift(call.bound)
     rows = [descriptor(x.view(-1, h * d), CHUNK, d) for x in (q, k, z)]
     out = [descriptor(tiles[name], CHUNK, d) for name in ("kh", "kt", "qh")]
     kda_prep[(n * h,)](
         *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
-        call.chunks, d**-0.5, call.bound, _shift(call.bound), H=h, D=d, num_warps=8, maxnreg=128,
+        call.chunks, d**-0.5, call.bound, shift, 2.0**-shift, H=h, D=d, num_warps=8, maxnreg=128,
     )  # fmt: skip
     squares = [descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
     kda_inverse[(n * h,)](*squares, beta, call.chunks, H=h, num_warps=4)
@@ -207,9 +207,7 @@ class _Kda(torch.autograd.Function):
         o = torch.empty_like(v)
         final = x["dec"].new_empty(call.num_documents, h, d, d) if want_final else None
         chain(x, v, table, "output", entering, final, o=o)
-        ctx.save_for_backward(
-            q, k, v, z, beta, A_log, dt_bias, initial, o, entering, transitions, whole
-        )
+        ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, initial, o, entering, transitions, whole)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, final
@@ -253,6 +251,7 @@ def _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call):
     dbias = q.new_empty(n, h, d, dtype=torch.float32)
     rows = [descriptor(x.view(-1, h * d), CHUNK, d) for x in (do, dv, o, v)]
     wide = [descriptor(x, CHUNK, d) for x in (us, hs, dhs)]
+    shift = _shift(call.bound)
     kda_pairs[(n * h,)](
         *rows[:2], wide[0], *rows[2:], descriptor(pairs, CHUNK, CHUNK), beta, dbeta,
         sums, call.chunks, H=h, V=d, num_warps=4,
@@ -260,6 +259,6 @@ def _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call):
     kda_grad[(2 * n * h,)](
         q, k, z, A_log, dt_bias, rows[0], wide[0], rows[1], *wide[1:], rs,
         descriptor(pairs, 32, 32), sums, dq, dk, dz, dA, dbias, call.chunks,
-        d**-0.5, call.bound, _shift(call.bound), H=h, D=d, V=d, num_warps=4,
+        d**-0.5, call.bound, shift, 2.0**-shift, H=h, D=d, V=d, num_warps=4,
     )  # fmt: skip
     return dq, dk, dz, dbeta, dA.sum((0, 2)), dbias.sum(0).view(-1)

@@ -59,7 +59,7 @@ def product(a, b, acc, use_acc: gl.constexpr):
 
 @gluon.jit
 def log2_gates(x, mask, rate, bias, bound, DOT: gl.constexpr):
-    """z [channels, tokens] -> bounded log2 gates as an fp16 left operand, and e^(their sum) [channels].
+    """z [channels, tokens] -> bounded log2 gates as an fp16 left operand, and their sum [channels].
 
     One fp16 part is enough: its 2^-12 relative error is a sixteenth of the rounding of the bf16 input, and
     every sum over positions sees the same rounded gate.
@@ -67,20 +67,15 @@ def log2_gates(x, mask, rate, bias, bound, DOT: gl.constexpr):
     s = sigmoid((x.to(gl.float32) + gl.expand_dims(bias, 1)) * rate)
     g = gl.where(gl.expand_dims(mask, 0), s * (bound * 1.4426950408889634), 0.0)
     g = fp16(g)
-    return gl.convert_layout(g, DOT), ex2(gl.sum(g.to(gl.float32), 1))
+    return gl.convert_layout(g, DOT), gl.sum(g.to(gl.float32), 1)
 
 
 @gluon.jit
-def store_triangles(tri, LT: gl.constexpr):
-    """fp16 0/1 matrices [3, 32, 32] that sum gates over positions (rows are summed over).
-
-    0: up to and with the column; 1: after the column; 2: as 0 without the block's first token.
-    """
+def store_triangle(tri, LT: gl.constexpr):
+    """fp16 0/1 matrix [32, 32] that sums gates up to and with a position (rows are summed over)."""
     i = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, LT)), 1)
     j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LT)), 0)
-    tri.index(0).store((i <= j).to(gl.float16))
-    tri.index(1).store((i > j).to(gl.float16))
-    tri.index(2).store(((i <= j) & (i > 0)).to(gl.float16))
+    tri.store((i <= j).to(gl.float16))
 
 
 @gluon.jit

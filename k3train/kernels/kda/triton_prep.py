@@ -1,10 +1,10 @@
 """Operands of every chunk of 64 tokens: scaled q and k, causal scores and their inverse.
 
-A chunk is two blocks of 32 tokens. Products of two decays within a block go through a fixed anchor, the
-block's first gate less half of the largest decay over a block, so that both factors fit fp32 and bf16
-whatever later tokens hold; products across the two blocks go through their border, where both factors are
-at most 1. Everything before the scores is laid out [channels, tokens], so that sums over positions are
-products with 0/1 triangles.
+A chunk is two blocks of 32 tokens. Every decay within a block is a product of two factors around a fixed
+anchor, half of the largest decay over a block below its start: x up to a token and y = 1 / x from it. Both
+fit fp32 and bf16 whatever later tokens hold. Decays from the block's start and to its end are x and y times
+a constant, products across the two blocks go through their border. Everything before the scores is laid out
+[channels, tokens], so that sums over positions are products with a 0/1 triangle.
 
 Imports triton: import it inside functions only.
 """
@@ -27,7 +27,7 @@ from k3train.kernels.kda.triton_math import (
     log2_gates,
     product,
     sigmoid,
-    store_triangles,
+    store_triangle,
 )
 
 
@@ -85,6 +85,7 @@ def kda_prep(
     scale,
     lb,
     shift,
+    down,
     H: gl.constexpr,
     D: gl.constexpr,
 ):
@@ -115,8 +116,8 @@ def kda_prep(
     ch = gl.arange(0, D, CH)
     tok = gl.arange(0, 32, TK)
     b_bias = gl.load(bias + i_h * D + ch).to(gl.float32)
-    tri = gl.allocate_shared_memory(gl.float16, [3, 32, 32], S64)
-    store_triangles(tri, LT)
+    tri = gl.allocate_shared_memory(gl.float16, [32, 32], S64)
+    store_triangle(tri, LT)
     sr = gl.allocate_shared_memory(gl.float32, [2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sx = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], z.layout)
     sy = gl.allocate_shared_memory(gl.bfloat16, [2, 32, D], z.layout)
@@ -138,7 +139,11 @@ def kda_prep(
     sr.slice(C, C).store(rk)
     ga0, e0 = log2_gates(channels(sz, 0, MMA), tok < left, a, b_bias, lb, DOT)
     ga1, e1 = log2_gates(channels(sz, 1, MMA), tok + 32 < left, a, b_bias, lb, DOT)
-    gl.store(dec + b.to(gl.int64) * D + ch, e0 * e1)
+    to_end0 = gl.expand_dims(ex2(e0 + shift), 1)
+    to_end1 = gl.expand_dims(ex2(e1 + shift), 1)
+    gl.store(dec + b.to(gl.int64) * D + ch, ex2(e0 + e1))
+    e0 = gl.expand_dims(ex2(e0), 1)
+    e1 = gl.expand_dims(ex2(e1), 1)
     gl.thread_barrier()
     rq0 = sr.slice(0, 32).load(TK) * scale
     rq1 = sr.slice(32, 32).load(TK) * scale
@@ -149,45 +154,47 @@ def kda_prep(
     # block 0
     K = channels(sk, 0, MMA).to(gl.float32) * gl.expand_dims(rk0, 0)
     Q = channels(sq, 0, MMA).to(gl.float32) * gl.expand_dims(rq0, 0)
-    A = product(ga0, tri.index(2), zero, False) + shift
+    A = product(ga0, tri, zero, False) + shift
     x = ex2(A)
-    stage(sx.index(0), 0, Q * x)
-    stage(sx.index(0), 32, K * x)
-    stage(sy.index(0), 0, K * ex2(0.0 - A))
+    Q = Q * x
+    yo = K * ex2(0.0 - A)
+    K = K * x
+    stage(sx.index(0), 0, Q)
+    stage(sx.index(0), 32, K)
+    stage(sy.index(0), 0, yo)
     fence_async_shared()
     gl.thread_barrier()
     s0 = score(sx.index(0), sy.index(0), SC)
-    x = ex2(product(ga0, tri.index(0), zero, False))
-    stage(sz, 0, K * x)
-    stage(sq, 0, Q * x)
-    yo = K * ex2(product(ga0, tri.index(1), zero, False))
-    stage(sk, 0, yo * gl.expand_dims(e1, 1))
-    s0 = warpgroup_mma_wait(0, deps=[s0])
-    # block 1
+    yo = yo * to_end0
+    stage(sz, 0, K * down)
+    stage(sq, 0, Q * down)
+    stage(sk, 0, yo * e1)
+    # block 1, whose pairs with block 0 share its left operand
     K = xk1.to(gl.float32) * gl.expand_dims(rk1, 0)
     Q = xq1.to(gl.float32) * gl.expand_dims(rq1, 0)
-    A = product(ga1, tri.index(2), zero, False) + shift
+    A = product(ga1, tri, zero, False) + shift
+    s0 = warpgroup_mma_wait(0, deps=[s0])
     x = ex2(A)
-    stage(sx.index(1), 0, Q * x)
-    stage(sx.index(1), 32, K * x)
-    stage(sy.index(1), 0, K * ex2(0.0 - A))
+    Q = Q * x
+    y = K * ex2(0.0 - A)
+    K = K * x
+    stage(sx.index(1), 0, Q)
+    stage(sx.index(1), 32, K)
+    stage(sy.index(1), 0, y)
+    stage(sy.index(0), 0, yo * down)
     fence_async_shared()
     gl.thread_barrier()
     s1 = score(sx.index(1), sy.index(1), SC)
-    x = ex2(product(ga1, tri.index(0), zero, False))
-    stage(sx.index(0), 0, Q * x)
-    stage(sx.index(0), 32, K * x)
-    stage(sy.index(0), 0, yo)
-    x = x * gl.expand_dims(e0, 1)
+    s2 = score(sx.index(1), sy.index(0), SC)
+    x = e0 * down
     stage(sz, 32, K * x)
     stage(sq, 32, Q * x)
-    stage(sk, 32, K * ex2(product(ga1, tri.index(1), zero, False)))
+    stage(sk, 32, y * to_end1)
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(kh, [b * C, 0], sz)
     tma.async_copy_shared_to_global(qh, [b * C, 0], sq)
     tma.async_copy_shared_to_global(kt, [b * C, 0], sk)
-    s2 = score(sx.index(0), sy.index(0), SC)
     aqk += b.to(gl.int64) * (C * C)
     akk += b.to(gl.int64) * (C * C)
     put_score(aqk, akk, s0, 0, 0, True, SC)

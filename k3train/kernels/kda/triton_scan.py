@@ -44,7 +44,9 @@ def kda_scan(
     here = (d >= 0)[:, None]
     S = tl.where((d[:, None] == v[None, :]) & (i_start == -2), 1.0, 0.0)
     if HAS_START:
-        S += tl.load(start + i_start.to(tl.int64) * (H * D * D) + place, mask=here & (i_start >= 0), other=0.0)
+        S += tl.load(
+            start + i_start.to(tl.int64) * (H * D * D) + place, mask=here & (i_start >= 0), other=0.0
+        )
     for i in range(count):
         step = steps + 3 * (first + i)
         i_state = tl.load(step)

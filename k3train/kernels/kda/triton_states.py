@@ -16,6 +16,8 @@ from k3train.kernels.kda.segments import CHUNK, Tables
 
 SCAN_VALUES = 32
 """Value channels of a scan's program."""
+STAGES = 2
+"""Chunks whose operands a chain holds in shared memory."""
 
 
 @lru_cache
@@ -65,7 +67,7 @@ def chain(
     kda_chain[(d // block, h, len(rows))](
         descriptor(v.view(-1, h * d), CHUNK, block), *_operands(x), *stores, x["dec"], o, entering, leaving,
         rows, H=h, D=d, V=d, BV=block, HAS_H0=entering is not None, STORE_HT=leaving is not None,
-        OUTPUT=kind == "output", MAP=kind == "maps", STAGES=2, W=warps, num_warps=warps,
+        OUTPUT=kind == "output", MAP=kind == "maps", STAGES=STAGES, W=warps, num_warps=warps,
     )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def chain_back(
         descriptor(do.view(-1, h * d), CHUNK, block), *_operands(x),
         None if dhs is None else descriptor(dhs, d, block), x["dec"], dv, entering, leaving, rows, H=h, D=d,
         V=d, BV=block, HAS_DHT=entering is not None, STORE_DH0=leaving is not None, MAP=kind == "back maps",
-        STAGES=2, W=warps, num_warps=warps,
+        STAGES=STAGES, W=warps, num_warps=warps,
     )  # fmt: skip
 
 
@@ -109,16 +111,16 @@ def _scan(
     end: Tensor | None = None,
     transposed: bool = False,
 ) -> None:
-    """Run ``kda_scan`` over the chains of the plan's scan ``name``; absent tensors are not read or written."""
+    """Run ``kda_scan`` over the chains of the plan's scan ``name``; absent tensors are not touched."""
     from k3train.kernels.kda.triton_scan import kda_scan
 
     chains = table.rows[name]
     some = next(y for y in (states, end) if y is not None)
     h, d = some.shape[1:3]
+    tensors = (some if y is None else y for y in (start, written, transition, states, end))
     kda_scan[(d // SCAN_VALUES, h, len(chains))](
-        chains, table.rows[f"{name} steps"], *(some if y is None else y for y in (start, written, transition)),
-        *(some if y is None else y for y in (states, end)), H=h, D=d, BV=SCAN_VALUES, TRANSPOSED=transposed,
-        HAS_START=start is not None, num_warps=4,
+        chains, table.rows[f"{name} steps"], *tensors, H=h, D=d, BV=SCAN_VALUES, TRANSPOSED=transposed,
+        HAS_START=start is not None, num_warps=8,
     )  # fmt: skip
 
 

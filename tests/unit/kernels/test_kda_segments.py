@@ -100,7 +100,8 @@ def test_segments_give_the_recurrence(algebra, longest: int, borders: tuple[int,
     ends = Ends(enters="all" if states else "")
     call = call_of(borders, h, ends, None, longest)
     o, final = triton_kda._Kda.apply(*x, s0, call, True)
-    assert near(o, want) and near(final, want_final)
+    assert near(o, want)
+    assert near(final, want_final)
     leaves = [*x, s0] if s0 is not None else x
     do, ds = torch.randn_like(want), torch.randn_like(want_final)
     outputs = [(o, want, do), (final, want_final, ds)] if states else [(o, want, do)]

@@ -18,6 +18,8 @@ import json
 import torch
 from k3train.kernels import cross_entropy, gated_norm, short_conv
 from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm
+from k3train.kernels.kda.triton_scan import kda_scan
+from tests.gpu import kda_stages
 
 torch.manual_seed(0)
 triton_conv._TILES = 2
@@ -63,6 +65,20 @@ compare("statistics", got, want)
 normalizer, mine, grad = got[1].log() + got[0], torch.tensor([1, 1, 0, 1, 0]).bool(), torch.randn(5)
 want = cross_entropy._gradient(logits.double(), index, mine, normalizer.double(), grad.double())
 compare("gradient", [triton_cross_entropy.gradient_(logits, index, mine, normalizer, grad)], [want])
+h, d = 2, 32
+start, maps, sent = torch.randn(1, h, d, d), torch.randn(5, h, d, d) / 8, torch.randn(4, h, d, d)
+chains = torch.tensor([[0, 3, 0, -1], [3, 2, -1, 1], [5, 2, -2, 0]], dtype=torch.int32)
+steps = [[2, 0, -1], [0, 3, 4], [1, -1, -1], [-1, 1, -1], [-1, 2, 1], [-1, -1, 2], [-1, -1, 3]]
+steps = torch.tensor(steps, dtype=torch.int32)
+for transposed in (False, True):
+    states, end = torch.full((3, h, d, d), torch.nan), torch.full((2, h, d, d), torch.nan)
+    want = [states.double(), end.double()]
+    wide = [v.double() for v in (start, sent, maps)]
+    kda_stages.scan_rows(chains, steps, *wide, *want, transposed)
+    kda_scan[(2, h, 3)](
+        chains, steps, start, sent, maps, states, end, H=h, D=d, BV=16, TRANSPOSED=transposed, HAS_START=True
+    )
+    compare(f"scan {transposed}", [states, end], want)
 print(json.dumps(errors))
 """
 
@@ -79,5 +95,5 @@ def test_kernels_equal_plain_torch() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
-    assert len(errors) == 20, errors
+    assert len(errors) == 24, errors
     assert {name: e for name, e in errors.items() if not e < 1} == {}
