@@ -46,7 +46,8 @@ class KdaAttention(MegatronModule):
 
     Settings come from ``settings``, else from ``config.k3.kda``. ``A_log``, ``dt_bias``, the convolutions and
     ``o_norm`` are fp32 whatever ``config.params_dtype`` is. ``selective``: gathered inputs, convolutions,
-    decays and the gated output norm are not kept for the backward pass.
+    decays and the gated output norm are not kept for the backward pass. ``again``: the whole layer is
+    computed again right before its backward pass, so that memory kept in between is short-lived.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class KdaAttention(MegatronModule):
         *,
         settings: schema.Kda | None = None,
         selective: bool = False,
+        again: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self.selective = selective
+        self.selective, self.again = selective, again
         self.settings = settings or config.k3.kda  # pyright: ignore[reportAttributeAccessIssue]
         self.layer_number = layer_number
         self.tp, self.cp = pg_collection.tp, pg_collection.cp
@@ -206,6 +208,7 @@ class KdaAttention(MegatronModule):
                 gate_lower_bound=self.settings.gate_lower_bound,
                 packing=packing,
                 cp_group=self.cp,
+                keep_operands=self.again,
             )[0]
 
         def normed(o: Tensor, gate: Tensor) -> Tensor:

@@ -84,8 +84,14 @@ def advance(sources: tuple[Tensor, ...], prefix: Tensor, starts_block: bool) -> 
 def make_attention(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:
     """KDA or gated MLA, as the model's layer pattern says."""
     kind = GatedMla if is_mla(config.k3, index) else KdaAttention
-    selective = config.recompute.of_layer(config.k3, index)[0] is Recompute.selective
-    return kind(config, layer_number=index + 1, pg_collection=pg_collection, selective=selective)
+    recompute = config.recompute.of_layer(config.k3, index)[0]
+    return kind(
+        config,
+        layer_number=index + 1,
+        pg_collection=pg_collection,
+        selective=recompute is Recompute.selective,
+        again=recompute is Recompute.full,
+    )
 
 
 def make_ffn(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def section_stages(out: dict) -> None:
 
         T._input_gradients = spy
         inputs = (q, k, v, z, beta, x[5], x[6])
-        g = T._backward(inputs, s0, o, (s0, None, None), do, ds.contiguous(), call)
+        g = T._backward(inputs, s0, o, (s0, None, None), None, do, ds.contiguous(), call)
         T._input_gradients = inner
         for name, key in (("U", "us"), ("hs", "hs"), ("dhs", "dhs")):
             row[name] = relative(keep[key].transpose(0, 1), want[name])
@@ -261,7 +262,7 @@ def section_long(out: dict) -> None:
             print(key, " ".join(f"{n} {e:.1e}" for n, e in row.items()), flush=True)
 
 
-def section_sweep(out: dict, h: int = 16, t: int = 131072) -> None:
+def section_sweep(out: dict, h: int = 16, t: int = 131072, *blocks: int) -> None:
     """Every kind of chain alone, by segments of one document and value channels of a program."""
     from dataclasses import replace
 
@@ -276,7 +277,7 @@ def section_sweep(out: dict, h: int = 16, t: int = 131072) -> None:
     n = call.num_chunks
     o, s = torch.empty_like(v), x["dec"].new_zeros(64, h, 128, 128)
     hs, us = q.new_empty(n, h, 128, 128), q.new_empty(n, h, 64, 128)
-    for block, parts in product((128, 64, 32), (1, 2, 3, 4, 5, 6, 8, 12, 16)):
+    for block, parts in product(blocks or (128, 64, 32), (1, 2, 3, 4, 5, 6, 8, 12, 16)):
         tables = [segments.tables((0, t), h, T.Ends(), b, -(-n // parts), q.device) for b in (False, True)]
         f, b = (replace(y, blocks=dict.fromkeys(segments.SPEED, block)) for y in tables)
         row = {
@@ -366,20 +367,29 @@ def section_time(out: dict, who: str = "ours") -> None:
         except torch.OutOfMemoryError as e:
             print(key, e, flush=True)
             continue
+        if who == "ours" and (b, t) in ((1, 8192), (1, 131072)):
+            kept = time_one(partial(fn, keep_operands=True), b, t, h, documents)
+            row |= {f"{n}, operands kept": e for n, e in kept.items() if n != "fwd"}
         out.setdefault("time", {})[key] = row
         print(key, " ".join(f"{n} {e:.3f}" for n, e in row.items()), flush=True)
-        if (b, t) in ((1, 8192), (1, 131072)):
+        if (b, t) in ((1, 8192), (1, 65536), (1, 131072)):
             out.setdefault("kernels", {})[key] = r = kernels(fn, b, t, h, documents)
             print("   ", "; ".join(f"{n} {ms}" for n, ms in r.items()), flush=True)
 
 
-def section_once(out: dict, t: int = 8192, h: int = 96) -> None:
-    """Two forwards and backwards, for a profiler or a memory checker around this process."""
+def section_once(out: dict, t: int = 8192, h: int = 96, documents: int = 1) -> None:
+    """Two forwards and backwards, for a profiler or a memory checker around this process.
+
+    A short buffer holds documents of 1, t / 3 - 1 and the rest of the tokens, cut into single chunks.
+    """
     x = make(1, t, h, "mixed")
     do = torch.randn(1, t, h, 128, device="cuda").to(torch.bfloat16)
-    borders = None if t > 1000 else (0, 1, t // 3, t)
     for _ in range(2):
-        gradients(ours, x, do, borders=borders)
+        if t > 1000:
+            gradients(ours, x, do, borders=borders_of(t, documents))
+            continue
+        with cut_into(1):
+            gradients(ours, x, do, borders=(0, 1, t // 3, t))
     torch.cuda.synchronize()
     out["done"] = True
 

@@ -41,6 +41,7 @@ def kda(
     cp_group: Any = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    keep_operands: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the gated delta rule (k3 report eq. 1-6) and return (o, final states or None).
 
@@ -52,6 +53,7 @@ def kda(
     1. States are fp32 [documents (or b), h, d, d], key channel before value channel, and only for whole
     documents, that is without context parallelism.
 
+    ``keep_operands`` trades memory for a shorter backward pass where the path can, see ``triton_kda``.
     With a ``cp_group`` of several ranks every rank of it must call this, forward and backward.
     """
     sharded = cp_group is not None and cp_group.size() > 1
@@ -76,6 +78,7 @@ def kda(
             output_final_state=output_final_state,
             exchange=exchange,
             ends=_ends(packing, cp_group) if sharded else None,
+            keep_operands=keep_operands,
         )
     if packing is not None and (initial_state is not None or output_final_state):
         return _each_document(

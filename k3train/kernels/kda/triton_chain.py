@@ -23,17 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def kda_chain(
+def kda_states(
     v,
     kh,
     kt,
-    qh,
     tb,
-    aqk,
     hs,
     us,
     dec,
-    o,
     h0,
     ht,
     rows,
@@ -42,16 +39,14 @@ def kda_chain(
     V: gl.constexpr,
     BV: gl.constexpr,
     HAS_H0: gl.constexpr,
-    STORE_HT: gl.constexpr,
-    OUTPUT: gl.constexpr,
     MAP: gl.constexpr,
     STAGES: gl.constexpr,
     W: gl.constexpr,
 ):
+    """Store the states and the corrections of all chunks; with MAP the last state instead."""
     C: gl.constexpr = 64
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV // (W // 4), 16])
-    LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [W, 1], [1, 0])
     i_v = gl.program_id(0)
     i_h = gl.program_id(1)
     row = rows + 6 * gl.program_id(2)
@@ -60,34 +55,36 @@ def kda_chain(
     c0 = gl.load(row + 2)
     i_in = gl.load(row + 3)
     i_out = gl.load(row + 4)
+    # a transition is the state that the identity becomes without values
+    values = gl.load(row + 5) == 0
     NT = (T + C - 1) // C
     SV: gl.constexpr = v.layout
     skh = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], kh.layout)
     skt = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], kt.layout)
     stb = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], tb.layout)
-    sv = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], v.layout)
-    if OUTPUT:
-        sqh = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], qh.layout)
-        saq = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], aqk.layout)
+    sv = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, BV], SV)
     sS = gl.allocate_shared_memory(gl.bfloat16, [D, BV], SV)
-    sR = gl.allocate_shared_memory(gl.bfloat16, [C, BV], SV)
-    sU = gl.allocate_shared_memory(gl.bfloat16, [C, BV], SV)
+    if not MAP:
+        sR = gl.allocate_shared_memory(gl.bfloat16, [C, BV], SV)
+        sU = gl.allocate_shared_memory(gl.bfloat16, [C, BV], SV)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
-    BYTES: gl.constexpr = 2 * C * (3 * D + 2 * C + BV if OUTPUT else 2 * D + C + BV)
+    BYTES: gl.constexpr = 2 * C * (2 * D + C)
+    column = i_h * V + i_v * BV
     for s in gl.static_range(STAGES):
         go = s < NT
         bar = bars.index(s)
         b = (c0 + s) * H + i_h
-        mbarrier.expect(bar, BYTES, pred=go)
+        some = go
+        if MAP:
+            some = go & values
+            mbarrier.expect(bar, BYTES, pred=go & (not values))
+        mbarrier.expect(bar, BYTES + 2 * C * BV, pred=some)
         tma.async_copy_global_to_shared(kh, [b * C, 0], bar, skh.index(s), pred=go)
-        tma.async_copy_global_to_shared(v, [bos + s * C, i_h * V + i_v * BV], bar, sv.index(s), pred=go)
+        tma.async_copy_global_to_shared(v, [bos + s * C, column], bar, sv.index(s), pred=some)
         tma.async_copy_global_to_shared(tb, [b * C, 0], bar, stb.index(s), pred=go)
         tma.async_copy_global_to_shared(kt, [b * C, 0], bar, skt.index(s), pred=go)
-        if OUTPUT:
-            tma.async_copy_global_to_shared(qh, [b * C, 0], bar, sqh.index(s), pred=go)
-            tma.async_copy_global_to_shared(aqk, [b * C, 0], bar, saq.index(s), pred=go)
     dS = gl.arange(0, D, gl.SliceLayout(1, MS))
     vS = gl.arange(0, BV, gl.SliceLayout(0, MS))
     pS = i_h.to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(dS * V, 1) + gl.expand_dims(vS, 0)
@@ -96,21 +93,15 @@ def kda_chain(
         known = gl.expand_dims(dS < D * (i_in + 1), 1)
         S = gl.load(h0 + i_in.to(gl.int64) * (H * D * V) + pS, mask=known, other=0.0)
     if MAP:
-        # a transition is the state that the identity becomes without values
-        identity = gl.load(row + 5)
         one = gl.expand_dims(dS, 1) == gl.expand_dims(vS + i_v * BV, 0)
-        S = gl.where(one & (identity > 0), 1.0, S)
+        S = gl.where(one & (not values), 1.0, S)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
-    rO = gl.arange(0, C, gl.SliceLayout(1, LO))
-    vO = gl.arange(0, BV, gl.SliceLayout(0, LO))
-    pO = (bos.to(gl.int64) * H + i_h) * V + i_v * BV + gl.expand_dims(rO * (H * V), 1) + gl.expand_dims(vO, 0)
     d_next = gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.0)
     for i in range(NT):
         slot = i % STAGES
         bar = bars.index(slot)
-        left = T - i * C
         b = (c0 + i) * H + i_h
         d_now = d_next
         d_next = gl.load(dec + (b + H).to(gl.int64) * D + dS, mask=dS < (NT - 1 - i) * D, other=0.0)
@@ -118,63 +109,50 @@ def kda_chain(
         gl.thread_barrier()
         mbarrier.wait(bar, (i // STAGES) & 1)
         R = warpgroup_mma(skh.index(slot), sS, zero, use_acc=False, is_async=True)
-        if OUTPUT:
-            O = warpgroup_mma(sqh.index(slot), sS, zero, use_acc=False, is_async=True)
-            R = warpgroup_mma_wait(1, deps=[R])
-        else:
-            if not MAP:
-                tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
-            R = warpgroup_mma_wait(0, deps=[R])
+        if not MAP:
+            tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
+        R = warpgroup_mma_wait(0, deps=[R])
+        # without stores of its own a map works in the slot of v: two programs fit a processor
+        room = sv.index(slot) if MAP else sR
         x = sv.index(slot).load(MT).to(gl.float32)
         if MAP:
-            x = gl.where(gl.expand_dims(rT < (1 - identity) * C, 1), x, 0.0)
+            x = gl.where(gl.expand_dims(rT < gl.where(values, T - i * C, 0), 1), x, 0.0)
         x = x - R
-        sR.store(gl.where(gl.expand_dims(rT < left, 1), x, 0.0).to(gl.bfloat16))
+        room.store(gl.where(gl.expand_dims(rT < T - i * C, 1), x, 0.0).to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
-        U = warpgroup_mma(stb.index(slot), sR, zero, use_acc=False, is_async=True)
-        if OUTPUT:
-            U, O = warpgroup_mma_wait(0, deps=[U, O])
-        else:
-            U = warpgroup_mma_wait(0, deps=[U])
-        sU.store(U.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        if OUTPUT:
-            O = warpgroup_mma(saq.index(slot), sU, O, is_async=True)
-            S = warpgroup_mma(
-                skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True
-            )
-            O = warpgroup_mma_wait(1, deps=[O])
-            sR.store(O.to(gl.bfloat16))
+        U = warpgroup_mma(stb.index(slot), room, zero, use_acc=False, is_async=True)
+        U = warpgroup_mma_wait(0, deps=[U])
+        if MAP:
             gl.thread_barrier()
-            gl.store(o + pO + i * (C * H * V), sR.load(LO), mask=gl.expand_dims(rO < left, 1))
-            S = warpgroup_mma_wait(0, deps=[S])
-        else:
-            if not MAP:
-                tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
-            S = warpgroup_mma(
-                skt.index(slot).permute((1, 0)), sU, S * gl.expand_dims(d_now, 1), is_async=True
-            )
-            S = warpgroup_mma_wait(0, deps=[S])
-            if not MAP:
-                tma.store_wait(0)
+        corrected = room if MAP else sU
+        corrected.store(U.to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        if not MAP:
+            tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
+        S = warpgroup_mma(
+            skt.index(slot).permute((1, 0)), corrected, S * gl.expand_dims(d_now, 1), is_async=True
+        )
+        S = warpgroup_mma_wait(0, deps=[S])
+        if not MAP:
+            tma.store_wait(0)
         gl.thread_barrier()
         go = i + STAGES < NT
         n = b + STAGES * H
-        mbarrier.expect(bar, BYTES, pred=go)
+        some = go
+        if MAP:
+            some = go & values
+            mbarrier.expect(bar, BYTES, pred=go & (not values))
+        mbarrier.expect(bar, BYTES + 2 * C * BV, pred=some)
         tma.async_copy_global_to_shared(kh, [n * C, 0], bar, skh.index(slot), pred=go)
-        tma.async_copy_global_to_shared(
-            v, [bos + (i + STAGES) * C, i_h * V + i_v * BV], bar, sv.index(slot), pred=go
-        )
+        token = bos + (i + STAGES) * C
+        tma.async_copy_global_to_shared(v, [token, column], bar, sv.index(slot), pred=some)
         tma.async_copy_global_to_shared(tb, [n * C, 0], bar, stb.index(slot), pred=go)
         tma.async_copy_global_to_shared(kt, [n * C, 0], bar, skt.index(slot), pred=go)
-        if OUTPUT:
-            tma.async_copy_global_to_shared(qh, [n * C, 0], bar, sqh.index(slot), pred=go)
-            tma.async_copy_global_to_shared(aqk, [n * C, 0], bar, saq.index(slot), pred=go)
         sS.store(S.to(gl.bfloat16))
-    if STORE_HT:
-        gl.store(ht + i_out.to(gl.int64) * (H * D * V) + pS, S, mask=gl.expand_dims(dS < D * (i_out + 1), 1))
+    if MAP:
+        gl.store(ht + i_out.to(gl.int64) * (H * D * V) + pS, S)
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(bars.index(s))
 

@@ -209,11 +209,12 @@ def put_inputs(
 
 
 @gluon.jit
-def put_gate(dz, x, p, R, tok_mask, mask, a, bias, lb, MMA: gl.constexpr, LD: gl.constexpr):
+def put_gate(dz, x, p, R, tok_mask, mask, a, bias, lb, LD: gl.constexpr):
     """Back through the bounded sigmoid -> the sums over tokens of dz (z + bias) and of dz."""
-    zb = to_channels(x, MMA).to(gl.float32) + gl.expand_dims(bias, 1)
+    inside = gl.expand_dims(tok_mask, 0)
+    zb = gl.where(inside, x.to(gl.float32) + gl.expand_dims(bias, 1), 0.0)
     s = sigmoid(zb * a)
-    R = gl.where(gl.expand_dims(tok_mask, 0), R * (a * lb) * s * (1.0 - s), 0.0)
+    R = gl.where(inside, R * (a * lb) * s * (1.0 - s), 0.0)
     put(dz + p, R, mask, LD)
     return gl.sum(R * zb, 1), gl.sum(R, 1)
 
@@ -292,8 +293,11 @@ def kda_grad(
     st = gl.allocate_shared_memory(gl.bfloat16, [6, 32, 32], pairs.layout)
     sr = gl.allocate_shared_memory(gl.float32, [2 * C], S1)
     ss = gl.allocate_shared_memory(gl.float32, [4 * C], S1)
+    sz = gl.allocate_shared_memory(gl.bfloat16, [C, BD], z.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    z_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
+    mbarrier.init(z_bar, count=1)
     tri = gl.allocate_shared_memory(gl.float16, [32, 32], pairs.layout)
     store_triangle(tri, LT)
     suf = gl.allocate_shared_memory(gl.bfloat16, [32, 32], pairs.layout)
@@ -316,11 +320,11 @@ def kda_grad(
     first = gl.load(chunks + 2 * (b // H))
     left = gl.load(chunks + 2 * (b // H) + 1)
     gl.thread_barrier()
+    mbarrier.expect(z_bar, 2 * C * BD)
+    tma.async_copy_global_to_shared(z, [first, i_h * D + i_d * BD], z_bar, sz)
     fetch(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V)
     base = (first.to(gl.int64) * H + i_h) * D + i_d * BD
-    xz0 = fetch_rows(z + base, pl, left, 0, LD)
     xk0 = fetch_rows(k + base, pl, left, 0, LD)
-    xz1 = fetch_rows(z + base + 32 * H * D, pl, left, 1, LD)
     xk1 = fetch_rows(k + base + 32 * H * D, pl, left, 1, LD)
     xq1 = fetch_rows(q + base + 32 * H * D, pl, left, 1, LD)
     sr.store(gl.load(rs + b.to(gl.int64) * (2 * C) + t1))
@@ -333,8 +337,9 @@ def kda_grad(
     m1 = tok + 32 < left
     a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
     b_bias = gl.load(bias + i_h * D + i_d * BD + ch).to(gl.float32)
-    ga0, e0 = log2_gates(to_channels(xz0, MMA), m0, a, b_bias, lb, DOT)
-    ga1, e1 = log2_gates(to_channels(xz1, MMA), m1, a, b_bias, lb, DOT)
+    mbarrier.wait(z_bar, 0)
+    ga0, e0 = log2_gates(tokens(sz, 0).load(MMA), m0, a, b_bias, lb, DOT)
+    ga1, e1 = log2_gates(tokens(sz, 1).load(MMA), m1, a, b_bias, lb, DOT)
     to_end0 = ex2(e0 + shift)
     to_end1 = gl.expand_dims(ex2(e1 + shift), 1)
     whole = ex2(e0 + e1)
@@ -401,15 +406,13 @@ def kda_grad(
     dG0 -= yo32 * tc
     dk_ += tc * (ye * gl.expand_dims(to_end0, 1))
     dq_, dk_, dG0 = diagonal(q_, k_, xe, ye, st, 0, dq_, dk_, dG0, zero, DOT)
-    xz0 = fetch_rows(z + base, pl, left, 0, LD)
-    xz1 = fetch_rows(z + base + 32 * H * D, pl, left, 1, LD)
     put_inputs(dq, dk, p0, dq_, dk_, qt0, kt0, sr, ss, 0, scale, ml0, LD, TK)
     # decay: sum over this and later positions, then the bounded sigmoid
     R1 = suffix(dG1, suf, zero, DOT) + gl.expand_dims(last, 1)
     last += gl.sum(dG1, 1)
     R0 = suffix(dG0, suf, zero, DOT) + gl.expand_dims(last, 1)
-    dA0, db0 = put_gate(dz, xz0, p0, R0, m0, ml0, a, b_bias, lb, MMA, LD)
-    dA1, db1 = put_gate(dz, xz1, p1, R1, m1, ml1, a, b_bias, lb, MMA, LD)
+    dA0, db0 = put_gate(dz, tokens(sz, 0).load(MMA), p0, R0, m0, ml0, a, b_bias, lb, LD)
+    dA1, db1 = put_gate(dz, tokens(sz, 1).load(MMA), p1, R1, m1, ml1, a, b_bias, lb, LD)
     b64 = b.to(gl.int64)
     gl.store(dAp + b64 * ND + i_d, gl.sum(dA0 + dA1, 0))
     gl.store(dbp + b64 * D + i_d * BD + ch, db0 + db1)

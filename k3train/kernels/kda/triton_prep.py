@@ -209,8 +209,9 @@ def kda_prep(
 def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     """(I + diag(beta) A)^-1 diag(beta) of strictly lower A [64, 64]; ``tb`` may overwrite ``akk``.
 
-    Blocks of 16 by products of (I + N^(2^i)), N = -beta A, then two merges. fp16 operands: A is at most 1,
-    and doubling over blocks of 32 would lose the digits that blocks of 16 keep.
+    Blocks of 16 by products of (I + N^(2^i)), N = -beta A; with their inverse D and M = D (N outside of the
+    blocks) the whole is (I + M^2) (I + M) D. fp16 operands: A is at most 1, and doubling over blocks of 32
+    would lose the digits that blocks of 16 keep.
     """
     C: gl.constexpr = 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -219,11 +220,11 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     i_h = gl.program_id(0) % H
     i_c = gl.program_id(0) // H
     row = (i_c * H + i_h) * C
-    s = gl.allocate_shared_memory(gl.float16, [5, C, C], akk.layout)
+    s = gl.allocate_shared_memory(gl.float16, [4, C, C], akk.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, 2 * C * C)
-    tma.async_copy_global_to_shared(akk, [row, 0], bar, s.index(4))
+    tma.async_copy_global_to_shared(akk, [row, 0], bar, s.index(3))
     first = gl.load(chunks + 2 * i_c).to(gl.int64)
     left = gl.load(chunks + 2 * i_c + 1)
     t = gl.arange(0, C, L1)
@@ -234,13 +235,11 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     rows = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(1, MMA)), 1)
     gl.thread_barrier()
     mbarrier.wait(bar, 0)
-    N = s.index(4).load(MMA) * (0.0 - rows).to(gl.float16)
+    N = s.index(3).load(MMA) * (0.0 - rows).to(gl.float16)
     none = gl.zeros_like(N)
     near = (i // 16) == (j // 16)
-    half = (i // 32) == (j // 32)
     P = gl.where(near, N, none)
-    s.index(2).store(gl.where(half & (i // 16 != j // 16), N, none))
-    s.index(3).store(gl.where(half, none, N))
+    s.index(2).store(gl.where(near, none, N))
     X = gl.where(i == j, 1.0, P.to(gl.float32))
     zero = gl.zeros([C, C], gl.float32, MMA)
     for n in gl.static_range(4):
@@ -258,13 +257,20 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
             X = warpgroup_mma(xa, s.index(n % 2), X, is_async=True)
             P2, X, pa, xa = warpgroup_mma_wait(0, deps=[P2, X, pa, xa])
         P = fp16(P2)
-    for n in gl.static_range(2):
-        x = fp16(X)
-        s.index(n).store(x)
-        fence_async_shared()
-        gl.thread_barrier()
-        y = fp16(product(gl.convert_layout(x, DOT), s.index(2 + n), zero, False))
-        X = product(gl.convert_layout(y, DOT), s.index(n), X, True)
+    x = fp16(X)
+    s.index(0).store(x)
+    m = fp16(product(gl.convert_layout(x, DOT), s.index(2), zero, False))
+    s.index(3).store(m)
+    fence_async_shared()
+    gl.thread_barrier()
+    ma = gl.convert_layout(m, DOT)
+    X = warpgroup_mma(ma, s.index(0), X, is_async=True)
+    M2 = warpgroup_mma(ma, s.index(3), zero, use_acc=False, is_async=True)
+    X, M2, ma = warpgroup_mma_wait(0, deps=[X, M2, ma])
+    s.index(1).store(fp16(X))
+    fence_async_shared()
+    gl.thread_barrier()
+    X = product(gl.convert_layout(fp16(M2), DOT), s.index(1), X, True)
     cols = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, MMA)), 0)
     out = gl.allocate_shared_memory(gl.bfloat16, [C, C], tb.layout)
     out.store(bf16(X * cols))

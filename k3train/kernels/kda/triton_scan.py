@@ -47,8 +47,9 @@ def kda_scan(
         S += tl.load(
             start + i_start.to(tl.int64) * (H * D * D) + place, mask=here & (i_start >= 0), other=0.0
         )
-    for i in range(count):
-        step = steps + 3 * (first + i)
+    i = first
+    while i < first + count:
+        step = steps + 3 * i
         i_state = tl.load(step)
         i_written = tl.load(step + 1)
         i_transition = tl.load(step + 2)
@@ -62,4 +63,5 @@ def kda_scan(
             written + i_written.to(tl.int64) * (H * D * D) + place, mask=here & (i_written >= 0), other=0.0
         )
         S = tl.dot(M, S, W, input_precision="tf32x3")
+        i += 1
     tl.store(end + i_end.to(tl.int64) * (H * D * D) + place, S, mask=here & (i_end >= 0))

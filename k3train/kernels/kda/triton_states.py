@@ -16,8 +16,6 @@ from k3train.kernels.kda.segments import CHUNK, Tables
 
 SCAN_VALUES = 32
 """Value channels of a scan's program."""
-STAGES = 2
-"""Chunks whose operands a chain holds in shared memory."""
 
 
 @lru_cache
@@ -41,6 +39,11 @@ def _operands(x: dict[str, Tensor]) -> list[Any]:
     return [*wide, *(descriptor(x[name], CHUNK, CHUNK) for name in ("tb", "aqk"))]
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+    """Start a Triton or Gluon kernel, whose type says nothing of that."""
+    kernel[grid](*arguments, **settings)
+
+
 def chain(
     x: dict[str, Tensor],
     v: Tensor,
@@ -53,22 +56,29 @@ def chain(
     hs: Tensor | None = None,
     us: Tensor | None = None,
 ) -> None:
-    """Run ``kda_chain`` over the segments of ``table``.
+    """Run the chains of ``table`` from left to right.
 
-    ``kind`` says what it writes: "output" (o), "states" (hs, us) or "maps" (only what leaves).
+    ``kind`` says what they write: "output" (o, and leaving if given), "states" (hs, us) or "maps" (leaving).
     """
-    from k3train.kernels.kda.triton_chain import kda_chain
+    from k3train.kernels.kda.triton_chain import kda_states
+    from k3train.kernels.kda.triton_output import kda_output
 
     rows = table.rows["maps" if kind == "maps" else "main"]
     h, d = v.shape[1:]
     block = table.blocks[kind]
     warps = 8 if block == 128 else 4
+    grid = (d // block, h, len(rows))
+    shapes = {"H": h, "D": d, "V": d, "BV": block, "STAGES": 2, "W": warps, "num_warps": warps}
+    shapes["HAS_H0"] = entering is not None
+    values, operands = descriptor(v.view(-1, h * d), CHUNK, block), _operands(x)
+    if kind == "output":
+        states = (x["dec"], o, entering, leaving, rows)
+        launch(kda_output, grid, values, *operands, *states, STORE_HT=leaving is not None, **shapes)
+        return
+    kh, kt, _, tb, _ = operands
     stores = [None if y is None else descriptor(y, r, block) for y, r in ((hs, d), (us, CHUNK))]
-    kda_chain[(d // block, h, len(rows))](
-        descriptor(v.view(-1, h * d), CHUNK, block), *_operands(x), *stores, x["dec"], o, entering, leaving,
-        rows, H=h, D=d, V=d, BV=block, HAS_H0=entering is not None, STORE_HT=leaving is not None,
-        OUTPUT=kind == "output", MAP=kind == "maps", STAGES=STAGES, W=warps, num_warps=warps,
-    )  # fmt: skip
+    states = (*stores, x["dec"], entering, leaving, rows)
+    launch(kda_states, grid, values, kh, kt, tb, *states, MAP=kind == "maps", **shapes)
 
 
 def chain_back(
@@ -92,11 +102,12 @@ def chain_back(
     h, d = do.shape[1:]
     block = table.blocks[kind]
     warps = 8 if block == 128 else 4
-    kda_bchain[(d // block, h, len(rows))](
+    launch(
+        kda_bchain, (d // block, h, len(rows)),
         descriptor(do.view(-1, h * d), CHUNK, block), *_operands(x),
         None if dhs is None else descriptor(dhs, d, block), x["dec"], dv, entering, leaving, rows, H=h, D=d,
         V=d, BV=block, HAS_DHT=entering is not None, STORE_DH0=leaving is not None, MAP=kind == "back maps",
-        STAGES=STAGES, W=warps, num_warps=warps,
+        STAGES=2, W=warps, num_warps=warps,
     )  # fmt: skip
 
 
@@ -118,7 +129,8 @@ def _scan(
     some = next(y for y in (states, end) if y is not None)
     h, d = some.shape[1:3]
     tensors = (some if y is None else y for y in (start, written, transition, states, end))
-    kda_scan[(d // SCAN_VALUES, h, len(chains))](
+    launch(
+        kda_scan, (d // SCAN_VALUES, h, len(chains)),
         chains, table.rows[f"{name} steps"], *tensors, H=h, D=d, BV=SCAN_VALUES, TRANSPOSED=transposed,
         HAS_START=start is not None, num_warps=8,
     )  # fmt: skip

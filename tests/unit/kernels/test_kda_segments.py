@@ -70,7 +70,8 @@ def draw(t: int, h: int, d: int) -> list[Tensor]:
 
 
 def call_of(borders: tuple[int, ...], heads: int, ends: Ends, exchange: Any, longest: int) -> Any:
-    call = triton_kda._Call(borders, heads, ends, exchange, BOUND, torch.device("cpu"))
+    keep = longest == 2
+    call = triton_kda._Call(borders, heads, ends, exchange, BOUND, torch.device("cpu"), keep)
     call.longest = longest
     return call
 
