@@ -182,7 +182,7 @@ def _document(
             out.transition.add([(NONE, NONE, m) for _, _, m in steps], IDENTITY, outside)
 
 
-PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 SHORTEST = 16
 """Chunks below which a segment is not worth its map."""
 STEP, LAUNCH = 4.0, 50.0
@@ -198,16 +198,15 @@ SPEED = {
 channels, programs that share a processor at that speed, microseconds of memory traffic a chunk and head."""
 
 
-def block_of(rows: Rows, heads: int, kind: str) -> tuple[int, float]:
-    """Value channels a program keeps, and the microseconds all chains of ``rows`` then take."""
+def block_of(chunks: list[int], heads: int, kind: str) -> tuple[int, float]:
+    """Value channels a program keeps, and the microseconds all chains, of so many chunks each, then take."""
     alone, resident, memory = SPEED[kind]
-    chunks = [-(-row[1] // CHUNK) for row in rows]
     total, longest = sum(chunks) * heads, max(chunks, default=0)
     best, least = 128, float("inf")
     for block, step in alone.items():
         split, room = 128 // block, resident * PROCESSORS
         rounds = total * split / room / max(longest, 1)
-        if len(rows) * heads * split <= room:
+        if len(chunks) * heads * split <= room:
             rounds = 1.0
         elif rounds < 4:
             rounds = max(1.0, math.ceil(rounds))
@@ -220,22 +219,36 @@ def block_of(rows: Rows, heads: int, kind: str) -> tuple[int, float]:
 @lru_cache(maxsize=64)
 def longest_segment(borders: tuple[int, ...], heads: int, ends: Ends) -> int:
     """Chunks of a segment for which the chains of forward and backward together take least time."""
-    whole = max(-(-(b - a) // CHUNK) for a, b in pairwise(borders))
+    documents = [-(-(b - a) // CHUNK) for a, b in pairwise(borders)]
+    whole = max(documents)
+    floor = sum(documents) * heads * sum(SPEED[kind][2] for kind in ("output", "states", "back"))
     best, least = whole, float("inf")
     for parts in PARTS:
         size = -(-whole // parts)
-        if parts > 1 and size < SHORTEST:
+        if least < 1.1 * floor + 4 * LAUNCH or (parts > 1 and size < SHORTEST):
             break
-        time = 0.0
-        for backward in (False, True):
-            plan, _ = plan_states(borders, ends, size, backward=backward)
-            kinds = ("back", "back maps") if backward else ("output", "states", "maps")
-            time += sum(block_of(plan.maps if "maps" in k else plan.main, heads, k)[1] for k in kinds)
-            if plan.maps:
-                time += 2 * LAUNCH + STEP * max((steps for _, steps, *_ in plan.enter.chains), default=0)
+        time = _microseconds(documents, heads, ends, size)
         if time < 0.99 * least:
             best, least = size, time
     return best
+
+
+def _microseconds(documents: list[int], heads: int, ends: Ends, longest: int) -> float:
+    """Of all chains and scans, for documents of so many chunks cut into segments of at most ``longest``."""
+    main, maps, back_maps, deepest = [], [], [], 1
+    for i, chunks in enumerate(documents):
+        parts = -(-chunks // longest)
+        pieces = [chunks * (p + 1) // parts - chunks * p // parts for p in range(parts)]
+        enters = ends.shared and (ends.enters == "all" or (ends.enters == "first" and i == 0))
+        leaves = ends.leaves == "all" or (ends.leaves == "last" and i == len(documents) - 1)
+        last = parts if ends.shared and leaves else parts - 1
+        main += pieces
+        maps += pieces[:last] + pieces[0 if enters else 1 : last]
+        back_maps += pieces[0 if enters else 1 :]
+        deepest = max(deepest, parts)
+    time = sum(block_of(main, heads, kind)[1] for kind in ("output", "states", "back"))
+    time += block_of(maps, heads, "maps")[1] + block_of(back_maps, heads, "back maps")[1]
+    return time + (4 * LAUNCH + 2 * STEP * deepest if deepest > 1 else 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -264,8 +277,12 @@ def tables(
         plan=plan,
         transitions=transitions,
         rows=upload(parts, device),
-        blocks={k: block_of(plan.maps if "maps" in k else plan.main, heads, k)[0] for k in kinds},
+        blocks={k: block_of(_chunks(plan.maps if "maps" in k else plan.main), heads, k)[0] for k in kinds},
     )
+
+
+def _chunks(rows: Rows) -> list[int]:
+    return [-(-row[1] // CHUNK) for row in rows]
 
 
 def upload(parts: dict[str, Rows], device: torch.device) -> dict[str, Tensor]:
