@@ -37,6 +37,8 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
+    """Whole chunks of one document, which run one after the other."""
+
     document: int
     position: int
     """Segments of the same document before this one."""
