@@ -1,7 +1,7 @@
 """KDA on Hopper: forward in three kernels, backward in six, nothing saved but the inputs and the output.
 
 Forward: ``kda_prep`` and ``kda_inverse`` turn every chunk of 64 tokens into the operands of the chain (768
-bytes of q, k and z per token and head in, 1040 out), ``kda_chain`` runs the documents. Backward computes
+bytes of q, k and z per token and head in, 1040 out), ``kda_output`` runs the documents. Backward computes
 the same operands again, chains through the states once more (storing them, without the output), then the
 chain of state gradients, the pairs within chunks and the gradients. q, k, v, z and their gradients are
 bf16; states are fp32. Where documents are cut into segments, or shared with other ranks, ``triton_states``
