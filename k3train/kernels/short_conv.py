@@ -13,12 +13,20 @@ from k3train.kernels.packing import Packing, check_packed
 
 
 def short_conv(x: Tensor, weight: Tensor, packing: Packing | None = None, cp_group: Any = None) -> Tensor:
+    """As ``short_conv_parts`` with one part."""
+    return short_conv_parts(x, weight, 1, packing, cp_group)[0]
+
+
+def short_conv_parts(
+    x: Tensor, weight: Tensor, parts: int, packing: Packing | None = None, cp_group: Any = None
+) -> tuple[Tensor, ...]:
     """SiLU(sum_j weight[:, w - 1 - j] * x[t - j]) over the tokens t - j of t's own document.
 
     ``x`` [b, t, c]: this context-parallel rank's contiguous share of the tokens. ``weight`` [c, w], its last
     tap on the token itself. Without ``packing`` every row is one document; with it b must be 1. Computed in
-    fp32 (fp64 for fp64 input); the result has the shape and dtype of ``x``. With a ``cp_group`` of several
-    ranks each receives w - 1 tokens from the rank before it: every rank must call this, forward and backward.
+    fp32 (fp64 for fp64 input). The result has the dtype of ``x``, its channels in ``parts`` equal parts, each
+    contiguous [b, t, c / parts]. With a ``cp_group`` of several ranks each receives w - 1 tokens from the
+    rank before it: every rank must call this, forward and backward.
     """
     reach = weight.shape[1] - 1
     sharded = cp_group is not None and cp_group.size() > 1
@@ -36,11 +44,13 @@ def short_conv(x: Tensor, weight: Tensor, packing: Packing | None = None, cp_gro
     halo = _HaloFromLeft.apply(x[:, x.shape[1] - reach :], cp_group) if sharded and reach else None
     if x.is_cuda and x.dtype is torch.bfloat16:
         if halo is None:
-            return _FusedShortConv.apply(x, weight, position)  # pyright: ignore
+            return _FusedShortConv.apply(x, weight, position, parts)  # pyright: ignore
         # nothing of the halo's own output is used; its positions only must not look back
         position = torch.nn.functional.pad(position, (reach, 0))
-        return _FusedShortConv.apply(torch.cat([halo, x], 1), weight, position)[:, reach:]  # pyright: ignore
-    return _ShortConv.apply(x, halo, weight, position)  # pyright: ignore
+        longer = _FusedShortConv.apply(torch.cat([halo, x], 1), weight, position, parts)  # pyright: ignore
+        return tuple(part[:, reach:].contiguous() for part in longer)
+    out: Tensor = _ShortConv.apply(x, halo, weight, position)  # pyright: ignore
+    return tuple(part.contiguous() for part in out.chunk(parts, 2))
 
 
 class _ShortConv(torch.autograd.Function):
@@ -80,21 +90,22 @@ class _FusedShortConv(torch.autograd.Function):
     """One kernel in each direction, for bf16 on a GPU; keeps the input like ``_ShortConv``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, position: Tensor, parts: int) -> tuple[Tensor, ...]:
         from k3train.kernels import triton_conv
 
         x, weight = _unit_stride(x), weight.contiguous()
         ctx.save_for_backward(x, weight, position)
-        return triton_conv.forward(x, weight, position)
+        return triton_conv.forward(x, weight, position, parts).unbind()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from k3train.kernels import triton_conv
 
         x, weight, position = ctx.saved_tensors
-        grad_x, grad_weight = triton_conv.backward(_unit_stride(grad), x, weight, position)
-        return grad_x, grad_weight.to(weight.dtype), None
+        grads = tuple(grad.contiguous() for grad in grads)
+        grad_x, grad_weight = triton_conv.backward(grads, x, weight, position)
+        return grad_x, grad_weight.to(weight.dtype), None, None
 
 
 def _unit_stride(x: Tensor) -> Tensor:

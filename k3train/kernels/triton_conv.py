@@ -1,7 +1,8 @@
 """The short convolution with SiLU as Triton kernels. Import only where a GPU is: this imports Triton.
 
-The backward pass computes the pre-activation again, for every tap, and writes nothing of the tokens' size but
-the gradient. Legend: b rows, t tokens, c channels, w taps.
+A program walks along the tokens with a few hundred channels and keeps the last w - 1 tokens in registers, so
+every operand is read once; the backward pass computes the pre-activation again. Legend: b rows, t tokens,
+c channels in p equal parts, w taps.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
@@ -13,54 +14,90 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS, _CHANNELS = 16, 64
-"""Tile of one program."""
-_TILES = 16
-"""Tiles, one after another along the tokens, that share a partial sum of the weight's gradient."""
+_CHANNELS = 512
+"""Channels of a program, at most."""
+_AHEAD = 8
+"""Tokens that are loaded at once."""
+_TILES = 8
+"""Times ``_AHEAD`` tokens of one program; in the backward pass they share a partial sum of the weight's
+gradient."""
 
 
-def forward(x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
-    """x [b, t, c] with unit channel stride, weight [c, w] contiguous, position int64 [t] -> [b, t, c]."""
+def forward(x: Tensor, weight: Tensor, position: Tensor, parts: int = 1) -> Tensor:
+    """x [b, t, c] with unit channel stride, weight [c, w] whole, position int64 [t] -> [p, b, t, c/p]."""
     b, t, c = x.shape
-    out = torch.empty(b, t, c, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(t, _TOKENS), triton.cdiv(c, _CHANNELS), b)
-    _conv_forward[grid](
-        x, *x.stride()[:2], weight, position, out, t, c, W=weight.shape[1], BT=_TOKENS, BC=_CHANNELS
-    )
+    out = torch.empty(parts, b, t, c // parts, dtype=x.dtype, device=x.device)
+    block, warps = _block(c // parts)
+    _conv_forward[(triton.cdiv(t, _AHEAD * _TILES), parts * triton.cdiv(c // parts, block), b)](
+        x, *x.stride()[:2], weight, position, out, t, c // parts,
+        W=weight.shape[1], BC=block, AHEAD=_AHEAD, TILES=_TILES, num_warps=warps,
+    )  # fmt: skip
     return out
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x, [b, t, c], and of weight, fp32 [c, w]; ``grad`` has unit channel stride."""
+def backward(grads: tuple[Tensor, ...], x: Tensor, weight: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, [b, t, c], and of weight, fp32 [c, w]; ``grads`` p times [b, t, c/p], contiguous."""
     b, t, c = x.shape
-    taps = weight.shape[1]
-    rows = triton.cdiv(t, _TOKENS * _TILES)
+    taps, parts = weight.shape[1], len(grads)
+    rows = triton.cdiv(t, _AHEAD * _TILES)
     grad_x = torch.empty(b, t, c, dtype=x.dtype, device=x.device)
-    partial = torch.empty(b, rows, taps, c, dtype=torch.float32, device=x.device)
-    _conv_backward[(rows, triton.cdiv(c, _CHANNELS), b)](
-        grad, *grad.stride()[:2], x, *x.stride()[:2], weight, position, grad_x, partial, t, c,
-        W=taps, PADDED=triton.next_power_of_2(taps), BT=_TOKENS, BC=_CHANNELS, TILES=_TILES, num_warps=8,
+    partial = torch.empty(b, rows, c, taps, dtype=torch.float32, device=x.device)
+    block, warps = _block(c // parts)
+    _conv_backward[(rows, parts * triton.cdiv(c // parts, block), b)](
+        grads, x, *x.stride()[:2], weight, position, grad_x, partial, t, c // parts,
+        PARTS=parts, W=taps, BC=block, AHEAD=_AHEAD, TILES=_TILES, num_warps=warps,
     )  # fmt: skip
-    return grad_x, partial.sum((0, 1)).flip(0).T.contiguous()
+    return grad_x, partial.sum((0, 1))
+
+
+def _block(channels: int) -> tuple[int, int]:
+    """Channels of a program, and its warps: four channels a thread."""
+    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    return block, max(1, block // 128)
 
 
 @triton.jit
-def _load_back(x, stride, position, token, channel, tokens, channels, j: tl.constexpr):
-    """x at j tokens before, 0 where that is another document's; ``token`` may lie outside."""
-    inside = (token >= j) & (token < tokens)
-    seen = tl.load(position + token, mask=inside, other=-1) >= j
-    at = (token - j).to(tl.int64)[:, None] * stride + channel[None, :]
-    return tl.load(x + at, mask=seen[:, None] & (channel < channels)[None, :], other=0.0).to(tl.float32)
+def _taps(weight, channel, ok, W: tl.constexpr):
+    """By distance: tap 0 is on the token itself."""
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (tl.load(weight + channel * W + W - 1 - j, mask=ok, other=0.0),)  # noqa: RUF005
+    return taps
 
 
 @triton.jit
-def _convolve(x, stride, weight, position, token, channel, tokens, channels, W: tl.constexpr):
-    total = _load_back(x, stride, position, token, channel, tokens, channels, 0)
-    total *= tl.load(weight + channel * W + W - 1, mask=channel < channels, other=0.0)[None, :]
+def _convolve(now, seen, taps, place, W: tl.constexpr):
+    """Pre-activation of the token ``now``, whose place in its document is ``place``."""
+    y = now * taps[0]
     for j in tl.static_range(1, W):
-        tap = tl.load(weight + channel * W + W - 1 - j, mask=channel < channels, other=0.0)
-        total += _load_back(x, stride, position, token, channel, tokens, channels, j) * tap[None, :]
-    return total
+        y += tl.where(place >= j, seen[j - 1], 0.0) * taps[j]
+    return y
+
+
+@triton.jit
+def _push(now, seen, W: tl.constexpr):
+    """The W - 1 newest tokens, newest first."""
+    kept = ()
+    if W > 1:
+        kept = kept + (now,)  # noqa: RUF005
+    for j in tl.static_range(W - 2):
+        kept = kept + (seen[j],)  # noqa: RUF005
+    return kept
+
+
+@triton.jit
+def _send(d, mine, now, seen, taps, place, sums, open_, W: tl.constexpr):
+    """What a token with gradient ``d`` sends to itself and its W - 1 predecessors: new sums of the weight's
+    gradient, gradients that are not complete yet, newest first, and the one that is."""
+    complete = d * taps[0]
+    sums_now = (sums[0] + mine * now,)
+    open_now = ()
+    for j in tl.static_range(1, W):
+        sees = place >= j
+        sums_now = sums_now + (sums[j] + tl.where(sees, mine * seen[j - 1], 0.0),)  # noqa: RUF005
+        open_now = open_now + (complete,)  # noqa: RUF005
+        complete = open_[j - 1] + tl.where(sees, d * taps[j], 0.0)
+    return sums_now, open_now, complete
 
 
 @triton.jit
@@ -72,25 +109,48 @@ def _conv_forward(
     position,
     out,
     tokens,
-    channels,
+    width,
     W: tl.constexpr,
-    BT: tl.constexpr,
     BC: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TILES: tl.constexpr,
 ):
+    blocks = tl.cdiv(width, BC)
+    part = tl.program_id(1) // blocks
+    inner = (tl.program_id(1) % blocks) * BC + tl.arange(0, BC)
+    ok = inner < width
+    channel = part * width + inner
     row = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    y = _convolve(x + row * row_stride, stride, weight, position, token, channel, tokens, channels, W)
-    at = (row * tokens + token)[:, None] * channels + channel[None, :]
-    inside = (token < tokens)[:, None] & (channel < channels)[None, :]
-    tl.store(out + at, (y * tl.sigmoid(y)).to(out.dtype.element_ty), mask=inside)
+    x += row * row_stride + channel
+    out += (part * tl.num_programs(2) + row) * tokens * width + inner
+    taps = _taps(weight, channel, ok, W)
+    first = tl.program_id(0) * (AHEAD * TILES)
+    seen = ()  # the W - 1 tokens before, newest first
+    for j in tl.static_range(1, W):
+        token = first - j
+        before = tl.load(x + token.to(tl.int64) * stride, mask=ok & (token >= 0), other=0.0)
+        seen = seen + (before.to(tl.float32),)  # noqa: RUF005
+    for tile in range(TILES):
+        start = first + tile * AHEAD
+        loaded = ()
+        for i in tl.static_range(AHEAD):
+            token = start + i
+            row_of_x = tl.load(x + token.to(tl.int64) * stride, mask=ok & (token < tokens), other=0.0)
+            loaded = loaded + (row_of_x,)  # noqa: RUF005
+        for i in tl.static_range(AHEAD):
+            token = start + i
+            inside = token < tokens
+            place = tl.load(position + token, mask=inside, other=0)
+            now = loaded[i].to(tl.float32)
+            y = _convolve(now, seen, taps, place, W)
+            value = (y * tl.sigmoid(y)).to(out.dtype.element_ty)
+            tl.store(out + token.to(tl.int64) * width, value, mask=ok & inside)
+            seen = _push(now, seen, W)
 
 
 @triton.jit
 def _conv_backward(
-    grad,
-    grad_row_stride,
-    grad_stride,
+    grads,
     x,
     row_stride,
     stride,
@@ -99,44 +159,62 @@ def _conv_backward(
     grad_x,
     partial,
     tokens,
-    channels,
+    width,
+    PARTS: tl.constexpr,
     W: tl.constexpr,
-    PADDED: tl.constexpr,
-    BT: tl.constexpr,
     BC: tl.constexpr,
+    AHEAD: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    blocks = tl.cdiv(width, BC)
+    part = tl.program_id(1) // blocks
+    inner = (tl.program_id(1) % blocks) * BC + tl.arange(0, BC)
+    ok = inner < width
+    channel = part * width + inner
+    channels = PARTS * width
     row = tl.program_id(2).to(tl.int64)
-    x += row * row_stride
-    grad += row * grad_row_stride
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    ok = channel < channels
-    tap_index = tl.arange(0, PADDED)
-    sums = tl.zeros([PADDED, BC], tl.float32)
-    for tile in range(TILES):
-        token = (tl.program_id(0) * TILES + tile) * BT + tl.arange(0, BT)
-        dx = tl.zeros([BT, BC], tl.float32)
-        for j in tl.static_range(W):
-            # what the token j later, if it is of the same document, sends back
-            later = token + j
-            inside = later < tokens
-            y = _convolve(x, stride, weight, position, later, channel, tokens, channels, W)
+    grad = grads[0]
+    for p in tl.static_range(1, PARTS):
+        grad = tl.where(part == p, grads[p], grad)
+    grad += row * tokens * width + inner
+    x += row * row_stride + channel
+    grad_x += row * tokens * channels + channel
+    taps = _taps(weight, channel, ok, W)
+    first = tl.program_id(0) * (AHEAD * TILES)
+    last = first + AHEAD * TILES  # later tokens only send back to this program's
+    seen, sums, open_ = (), (), ()  # open_: gradients not yet complete, newest first
+    for _ in tl.static_range(W):
+        sums = sums + (tl.zeros([BC], tl.float32),)  # noqa: RUF005
+    for j in tl.static_range(1, W):
+        token = first - j
+        before = tl.load(x + token.to(tl.int64) * stride, mask=ok & (token >= 0), other=0.0)
+        seen = seen + (before.to(tl.float32),)  # noqa: RUF005
+        open_ = open_ + (tl.zeros([BC], tl.float32),)  # noqa: RUF005
+    for tile in range(TILES + (W + AHEAD - 2) // AHEAD):
+        start = first + tile * AHEAD
+        loaded, sent = (), ()
+        for i in tl.static_range(AHEAD):
+            token = start + i
+            # no token beyond last + W - 1 sees this program's
+            inside = ok & (token < tokens) & (token < last + W - 1)
+            loaded = loaded + (tl.load(x + token.to(tl.int64) * stride, mask=inside, other=0.0),)  # noqa: RUF005
+            sent = sent + (tl.load(grad + token.to(tl.int64) * width, mask=inside, other=0.0),)  # noqa: RUF005
+        for i in tl.static_range(AHEAD):
+            token = start + i
+            # a token beyond the last has no gradient and sends nothing
+            place = tl.load(position + token, mask=token < tokens, other=0)
+            now = loaded[i].to(tl.float32)
+            y = _convolve(now, seen, taps, place, W)
             s = tl.sigmoid(y)
-            at = later.to(tl.int64)[:, None] * grad_stride + channel[None, :]
-            dy = tl.load(grad + at, mask=inside[:, None] & ok[None, :], other=0.0).to(tl.float32)
-            dy *= s + y * s * (1.0 - s)
-            sees = tl.load(position + later, mask=inside, other=-1) >= j
-            tap = tl.load(weight + channel * W + W - 1 - j, mask=ok, other=0.0)
-            dx += tl.where(sees[:, None], dy * tap[None, :], 0.0)
-            if j == 0:
-                for i in tl.static_range(W):
-                    sent = tl.sum(
-                        dy * _load_back(x, stride, position, token, channel, tokens, channels, i), 0
-                    )
-                    sums += tl.where((tap_index == i)[:, None], sent[None, :], 0.0)
-        at = (row * tokens + token)[:, None] * channels + channel[None, :]
-        tl.store(grad_x + at, dx.to(grad_x.dtype.element_ty), mask=(token < tokens)[:, None] & ok[None, :])
-    # partial is [b, programs, w, c], by distance
-    program = row * tl.num_programs(0) + tl.program_id(0)
-    at = (program * W + tap_index)[:, None] * channels + channel[None, :]
-    tl.store(partial + at, sums, mask=(tap_index < W)[:, None] & ok[None, :])
+            d = sent[i].to(tl.float32) * (s + y * s * (1.0 - s))
+            mine = tl.where(token < last, d, 0.0)
+            sums, open_, complete = _send(d, mine, now, seen, taps, place, sums, open_, W)
+            done = token - (W - 1)
+            inside = ok & (done >= first) & (done < last) & (done < tokens)
+            value = complete.to(grad_x.dtype.element_ty)
+            tl.store(grad_x + done.to(tl.int64) * channels, value, mask=inside)
+            seen = _push(now, seen, W)
+    # partial is [b, programs, c, w]
+    at = partial + ((row * tl.num_programs(0) + tl.program_id(0)) * channels + channel) * W
+    for j in tl.static_range(W):
+        tl.store(at + W - 1 - j, sums[j], mask=ok)

@@ -35,7 +35,7 @@ from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.kda.choose import kda
 from k3train.kernels.packing import Packing, make_packing
 from k3train.kernels.recompute import make_again
-from k3train.kernels.short_conv import short_conv
+from k3train.kernels.short_conv import short_conv_parts
 
 _HEAD_SHARDED = ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv")
 """Own parameters of which each tensor-parallel rank holds its heads' rows."""
@@ -189,12 +189,8 @@ class KdaAttention(MegatronModule):
 
         def mixed(qkv: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
             taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
-            q, k, v = self._by_head(short_conv(qkv, taps, packing, self.cp)).chunk(3, 2)
-            # The GPU's kernels take whole rows; copies made there would be kept.
-            return (
-                *(x.contiguous() for x in (q, k, v)),
-                self._by_head(self.f_b(decay)[0].transpose(0, 1)),
-            )
+            qkv_heads = (self._by_head(x) for x in short_conv_parts(qkv, taps, 3, packing, self.cp))
+            return *qkv_heads, self._by_head(self.f_b(decay)[0].transpose(0, 1))
 
         def attended(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
             return kda(

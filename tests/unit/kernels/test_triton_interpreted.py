@@ -38,9 +38,10 @@ def bf16(*shape):
     return torch.randn(*shape).bfloat16()
 
 
-for b, t, c, taps, borders in [
-    (1, 70, 66, 4, (0, 1, 2, 33, 34, 70)), (2, 35, 3, 4, None),
-    (1, 3, 64, 4, None), (1, 40, 64, 1, None),
+triton_conv._CHANNELS = 16
+for b, t, c, taps, parts, borders in [
+    (1, 70, 66, 4, 3, (0, 1, 2, 33, 34, 70)), (2, 35, 3, 4, 1, None),
+    (1, 3, 64, 4, 2, None), (1, 40, 64, 1, 1, None),
 ]:
     x, grad, weight = bf16(b, t, c), bf16(b, t, c), torch.randn(c, taps)
     position = torch.arange(t)
@@ -49,7 +50,9 @@ for b, t, c, taps, borders in [
     wide = [x.double().requires_grad_(), weight.double().requires_grad_()]
     y = short_conv._ShortConv.apply(wide[0], None, wide[1], position)
     want = [y, *torch.autograd.grad(y, wide, grad.double())]
-    got = [triton_conv.forward(x, weight, position), *triton_conv.backward(grad, x, weight, position)]
+    grads = tuple(part.contiguous() for part in grad.chunk(parts, 2))
+    got = [torch.cat(triton_conv.forward(x, weight, position, parts).unbind(), 2)]
+    got += triton_conv.backward(grads, x, weight, position)
     compare(f"conv {b} {t} {taps}", got, want)
 
 x, gate, grad, weight = bf16(77, 128), bf16(77, 128), bf16(77, 128), torch.randn(128)
