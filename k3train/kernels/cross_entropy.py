@@ -5,63 +5,83 @@ Legend: n tokens, c channels, v vocabulary rows of this tensor-parallel rank.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3train.kernels.main_grad import add_product, added, main_grad
+
 IGNORED = -100
 """Label of a token without a loss."""
 CHUNK_ELEMENTS = 2**28
 """Logits that exist at once on a rank: half a GiB in bf16, and an fp32 copy of them where one is needed."""
+KEPT_ELEMENTS = 2**31
+"""Logits that are kept for the backward pass where that is asked for: 4 GiB in bf16."""
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any, *, keep: bool = False
+) -> Tensor:
     """Per-token negative log likelihood under logits ``hidden @ weight.T``, fp32 [n]; 0 where ignored.
 
     hidden [n, c], the same on every rank of ``tp_group``; weight [v, c], this rank's rows of the vocabulary;
     labels int [n] over the whole vocabulary. Every rank of ``tp_group`` must call this. The gradient of
     ``hidden`` covers this rank's vocabulary only and must be summed over ``tp_group``.
 
-    Works on chunks of tokens and makes each chunk's logits again in the backward pass.
+    Works on chunks of tokens and makes each chunk's logits again in the backward pass; with ``keep`` the
+    first chunk is large and its logits are kept. The weight's gradient goes where ``main_grad`` says.
     """
-    out = _CrossEntropy.apply(hidden, weight, labels, tp_group)
+    out = _CrossEntropy.apply(hidden, weight, labels, tp_group, keep)
     assert isinstance(out, Tensor)
     return out
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tp_group: Any, keep: bool
+    ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         normalizer = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         loss = torch.empty_like(normalizer)
-        for part in _chunks(hidden, weight):
+        ctx.parts, ctx.kept = _chunks(hidden, weight, keep), None
+        for part in ctx.parts:
             index, mine = _local_labels(labels[part], weight, tp_group)
-            local_top, total, picked = _statistics(hidden[part] @ weight.T, index)
+            logits = hidden[part] @ weight.T
+            local_top, total, picked = _statistics(logits, index)
             top = _reduce(local_top.clone(), tp_group, dist.ReduceOp.MAX)
             sums = torch.stack([total * (local_top - top).exp(), picked * mine])
             total, picked = _reduce(sums, tp_group, dist.ReduceOp.SUM)
             normalizer[part] = total.log() + top
             loss[part] = (normalizer[part] - picked) * (labels[part] != IGNORED)
+            if keep and part.start == 0 and any(ctx.needs_input_grad):
+                ctx.kept = logits
+            del logits
         ctx.save_for_backward(hidden, weight, labels, normalizer)
         ctx.tp_group = tp_group
         return loss
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, normalizer = ctx.saved_tensors
         grad = grad * (labels != IGNORED)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype)
-        for part in _chunks(hidden, weight):
+        grad_hidden, total = torch.empty_like(hidden), main_grad(weight)
+        in_place = total is not None
+        if total is None:
+            total = torch.zeros_like(weight, dtype=normalizer.dtype)
+        for part in ctx.parts:
             index, mine = _local_labels(labels[part], weight, ctx.tp_group)
-            logits = hidden[part] @ weight.T
+            logits, ctx.kept = ctx.kept, None  # the gradient overwrites it
+            if logits is None:
+                logits = hidden[part] @ weight.T
             grad_logits = _gradient(logits, index, mine, normalizer[part], grad[part])
-            grad_hidden[part] = grad_logits @ weight
-            _add_product(grad_weight, grad_logits.T, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            del logits
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            add_product(total, grad_logits.T, hidden[part])
+        return grad_hidden, added(weight) if in_place else total.to(weight.dtype), None, None, None
 
 
 def _is_fused(x: Tensor) -> bool:
@@ -78,7 +98,7 @@ def _statistics(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = logits.amax(-1)
     picked = logits.gather(-1, index[:, None])[:, 0]
-    return top, logits.sub_(top[:, None]).exp_().sum(-1), picked
+    return top, (logits - top[:, None]).exp_().sum(-1), picked
 
 
 def _gradient(logits: Tensor, index: Tensor, mine: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
@@ -92,19 +112,17 @@ def _gradient(logits: Tensor, index: Tensor, mine: Tensor, normalizer: Tensor, g
     return p.mul_(grad[:, None]).to(logits.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; bf16 products on a GPU are added in fp32 without a rounding in between."""
-    if _is_fused(a):
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
-        total += a @ b
-
-
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+def _chunks(hidden: Tensor, weight: Tensor, keep: bool) -> list[slice]:
     """Tokens of each chunk: multiples of 128, which fill matrix units, where that many fit."""
-    tokens = CHUNK_ELEMENTS // weight.shape[0]
-    tokens = tokens // 128 * 128 if tokens >= 128 else max(1, tokens)
-    return [slice(start, start + tokens) for start in range(0, hidden.shape[0], tokens)]
+    tokens, small = hidden.shape[0], _tokens(CHUNK_ELEMENTS, weight)
+    first = min(tokens, _tokens(KEPT_ELEMENTS, weight)) if keep else 0
+    borders = [0] * (first > 0) + list(range(first, tokens, small)) + [tokens]
+    return [slice(start, stop) for start, stop in pairwise(borders) if start < stop]
+
+
+def _tokens(elements: int, weight: Tensor) -> int:
+    tokens = elements // weight.shape[0]
+    return tokens // 128 * 128 if tokens >= 128 else max(1, tokens)
 
 
 def _local_labels(labels: Tensor, weight: Tensor, tp_group: Any) -> tuple[Tensor, Tensor]:

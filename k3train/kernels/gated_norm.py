@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from k3train.kernels.rms_norm import as_rows
+
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     """sigmoid(gate) * weight * x / sqrt(mean(x^2) + eps), k3 report section 2.1.
@@ -26,7 +28,7 @@ class _GatedRmsNorm(torch.autograd.Function):
         if _is_fused(x, gate):
             from k3train.kernels import triton_gated_norm
 
-            return triton_gated_norm.forward(_rows(x), weight, _rows(gate), eps).view(x.shape)
+            return triton_gated_norm.forward(_rows(x), weight, _tokens(gate), eps).view(x.shape)
         unit, _, opening, w = _parts(x, weight, gate, eps)
         return unit.mul_(w).mul_(opening).to(x.dtype)
 
@@ -37,7 +39,7 @@ class _GatedRmsNorm(torch.autograd.Function):
         if _is_fused(x, gate):
             from k3train.kernels import triton_gated_norm
 
-            rows = (_rows(x), weight, _rows(gate))
+            rows = (_rows(x), weight, _tokens(gate))
             grad_x, grad_weight, grad_gate = triton_gated_norm.backward(_rows(grad), *rows, ctx.eps)
             return grad_x.view(x.shape), grad_weight, grad_gate.view(gate.shape), None
         unit, rate, opening, w = _parts(x, weight, gate, ctx.eps)
@@ -60,6 +62,11 @@ def _is_fused(x: Tensor, gate: Tensor) -> bool:
 def _rows(x: Tensor) -> Tensor:
     """[..., d] -> [n, d], contiguous."""
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[..., h, d] -> [n, h * d], without a copy where a token's heads lie together."""
+    return as_rows(x.flatten(-2)) if x.dim() > 2 else as_rows(x)
 
 
 def _parts(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from k3train.kernels.main_grad import add_product, added, main_grad
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows with its own matrix.
+    """As ``grouped_mms`` with one weight."""
+    return grouped_mms(rows, [weight], counts)[0]
 
-    ``rows`` [t, k], the first counts[0] of them for weight[0] and so on; ``weight`` [experts, k, n];
-    ``counts`` int64 [experts], on any device, sums to t, zeros allowed. Returns [t, n] in the dtype of
-    ``rows``. With bf16 on a GPU and k and n multiples of 8 it is one kernel that reads counts on the device;
-    else a loop that needs them on the host.
+
+def grouped_mms(rows: Tensor, weights: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, ...]:
+    """Multiply each group of rows with its own matrix of each weight.
+
+    ``rows`` [t, k], the first counts[0] of them for weight[0] and so on; each weight [experts, k, n];
+    ``counts`` int64 [experts], on any device, sums to t, zeros allowed. Returns [t, n] of each weight in the
+    dtype of ``rows``. With bf16 on a GPU and k and n multiples of 8 each is one kernel that reads counts on
+    the device; else a loop that needs them on the host. Weights' gradients go where ``main_grad`` says.
     """
-    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # its rows must start at 16 bytes
+    # its rows must start at 16 bytes
+    aligned = all(weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0 for weight in weights)
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
         ends = counts.to(rows.device, non_blocking=True).cumsum(0).to(torch.int32)
-        return F.grouped_mm(rows, weight, offs=ends)
-    return _GroupedMm.apply(rows, weight, tuple(counts.tolist()))
+        return _FusedGroupedMm.apply(rows, ends, *weights)  # pyright: ignore[reportReturnType]
+    hosted = tuple(counts.tolist())
+    return tuple(_GroupedMm.apply(rows, weight, hosted) for weight in weights)  # pyright: ignore
+
+
+class _FusedGroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(rows, ends, *weights)
+        return tuple(F.grouped_mm(rows, weight, offs=ends) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, *weights = ctx.saved_tensors
+        grad_rows, grad_weights = None, []
+        for weight, grad in zip(weights, grads, strict=True):
+            grad = grad.contiguous()
+            back = F.grouped_mm(grad, weight.transpose(1, 2), offs=ends)
+            grad_rows = back if grad_rows is None else grad_rows.add_(back)
+            total = main_grad(weight)
+            if total is None:
+                grad_weights.append(F.grouped_mm(rows.t(), grad, offs=ends))
+            else:
+                from k3train.kernels import triton_grouped
+
+                triton_grouped.add_weight_gradient(total, rows.contiguous(), grad, ends)
+                grad_weights.append(added(weight))
+        return grad_rows, None, *grad_weights
 
 
 class _GroupedMm(torch.autograd.Function):
@@ -35,14 +72,15 @@ class _GroupedMm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight = ctx.saved_tensors
-        grad_rows, grad_weight = torch.empty_like(rows), torch.zeros_like(weight)
+        grad_rows, total = torch.empty_like(rows), main_grad(weight)
+        sums = torch.zeros_like(weight) if total is None else total
         for expert, start, stop in _groups(ctx.counts):
             torch.mm(grad[start:stop], weight[expert].t(), out=grad_rows[start:stop])
-            torch.mm(rows[start:stop].t(), grad[start:stop], out=grad_weight[expert])
-        return grad_rows, grad_weight, None
+            add_product(sums[expert], rows[start:stop].t(), grad[start:stop])
+        return grad_rows, sums if total is None else added(weight), None
 
 
 def _groups(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:

@@ -14,43 +14,47 @@ from k3train.kernels.packing import Packing, check_packed
 
 def short_conv(x: Tensor, weight: Tensor, packing: Packing | None = None, cp_group: Any = None) -> Tensor:
     """As ``short_conv_parts`` with one part."""
-    return short_conv_parts(x, weight, 1, packing, cp_group)[0]
+    return short_conv_parts((x,), weight, packing, cp_group)[0]
 
 
 def short_conv_parts(
-    x: Tensor, weight: Tensor, parts: int, packing: Packing | None = None, cp_group: Any = None
+    xs: tuple[Tensor, ...], weight: Tensor, packing: Packing | None = None, cp_group: Any = None
 ) -> tuple[Tensor, ...]:
     """SiLU(sum_j weight[:, w - 1 - j] * x[t - j]) over the tokens t - j of t's own document.
 
-    ``x`` [b, t, c]: this context-parallel rank's contiguous share of the tokens. ``weight`` [c, w], its last
-    tap on the token itself. Without ``packing`` every row is one document; with it b must be 1. Computed in
-    fp32 (fp64 for fp64 input). The result has the dtype of ``x``, its channels in ``parts`` equal parts, each
-    contiguous [b, t, c / parts]. With a ``cp_group`` of several ranks each receives w - 1 tokens from the
-    rank before it: every rank must call this, forward and backward.
+    x is ``xs`` side by side, p tensors [b, t, c / p]: this context-parallel rank's contiguous share of the
+    tokens. ``weight`` [c, w], its last tap on the token itself. Without ``packing`` every row is one
+    document; with it b must be 1. Computed in fp32 (fp64 for fp64 input). The result is p contiguous
+    tensors like ``xs``. With a ``cp_group`` of several ranks each receives w - 1 tokens from the rank before
+    it: every rank must call this, forward and backward.
     """
     reach = weight.shape[1] - 1
     sharded = cp_group is not None and cp_group.size() > 1
-    if sharded and x.shape[1] < reach:
+    tokens = xs[0].shape[1]
+    if sharded and tokens < reach:
         raise ValueError(
-            f"a context-parallel shard of {x.shape[1]} tokens is shorter than the {reach} tokens that the "
+            f"a context-parallel shard of {tokens} tokens is shorter than the {reach} tokens that the "
             "convolution looks back; lower parallel.cp or lengthen the context"
         )
     if packing is None:
         first = reach if cp_group is not None and cp_group.rank() else 0
-        position = torch.arange(x.shape[1], device=x.device) + first
+        position = torch.arange(tokens, device=xs[0].device) + first
     else:
-        check_packed(x, packing)
+        check_packed(xs[0], packing)
         position = packing.position
-    halo = _HaloFromLeft.apply(x[:, x.shape[1] - reach :], cp_group) if sharded and reach else None
-    if x.is_cuda and x.dtype is torch.bfloat16:
-        if halo is None:
-            return _FusedShortConv.apply(x, weight, position, parts)  # pyright: ignore
+    fused = xs[0].is_cuda and xs[0].dtype is torch.bfloat16
+    if fused and not (sharded and reach):
+        return _FusedShortConv.apply(weight, position, *xs)  # pyright: ignore
+    x = xs[0] if len(xs) == 1 else torch.cat(xs, 2)
+    halo = _HaloFromLeft.apply(x[:, tokens - reach :], cp_group) if sharded and reach else None
+    if fused:
         # nothing of the halo's own output is used; its positions only must not look back
         position = torch.nn.functional.pad(position, (reach, 0))
-        longer = _FusedShortConv.apply(torch.cat([halo, x], 1), weight, position, parts)  # pyright: ignore
-        return tuple(part[:, reach:].contiguous() for part in longer)
+        longer = torch.cat([halo, x], 1).chunk(len(xs), 2)  # pyright: ignore
+        parts = _FusedShortConv.apply(weight, position, *longer)
+        return tuple(part[:, reach:].contiguous() for part in parts)  # pyright: ignore
     out: Tensor = _ShortConv.apply(x, halo, weight, position)  # pyright: ignore
-    return tuple(part.contiguous() for part in out.chunk(parts, 2))
+    return tuple(part.contiguous() for part in out.chunk(len(xs), 2))
 
 
 class _ShortConv(torch.autograd.Function):
@@ -90,26 +94,24 @@ class _FusedShortConv(torch.autograd.Function):
     """One kernel in each direction, for bf16 on a GPU; keeps the input like ``_ShortConv``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, position: Tensor, parts: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, weight: Tensor, position: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         from k3train.kernels import triton_conv
 
-        x, weight = _unit_stride(x), weight.contiguous()
-        ctx.save_for_backward(x, weight, position)
-        return triton_conv.forward(x, weight, position, parts).unbind()
+        weight = weight.contiguous()
+        if any(x.stride() != xs[0].stride() or x.stride(-1) != 1 for x in xs):
+            xs = tuple(x.contiguous() for x in xs)
+        ctx.save_for_backward(weight, position, *xs)
+        return triton_conv.forward(xs, weight, position).unbind()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from k3train.kernels import triton_conv
 
-        x, weight, position = ctx.saved_tensors
+        weight, position, *xs = ctx.saved_tensors
         grads = tuple(grad.contiguous() for grad in grads)
-        grad_x, grad_weight = triton_conv.backward(grads, x, weight, position)
-        return grad_x, grad_weight.to(weight.dtype), None, None
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+        grad_xs, grad_weight = triton_conv.backward(grads, tuple(xs), weight, position)
+        return grad_weight.to(weight.dtype), None, *grad_xs
 
 
 def _convolve(x: Tensor, halo: Tensor | None, weight: Tensor, position: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.adjacent import empty_beside
+
 _CHANNELS = 512
 """Channels of a program, at most."""
 _AHEAD = 8
@@ -23,31 +25,40 @@ _TILES = 8
 gradient."""
 
 
-def forward(x: Tensor, weight: Tensor, position: Tensor, parts: int = 1) -> Tensor:
-    """x [b, t, c] with unit channel stride, weight [c, w] whole, position int64 [t] -> [p, b, t, c/p]."""
-    b, t, c = x.shape
-    out = torch.empty(parts, b, t, c // parts, dtype=x.dtype, device=x.device)
-    block, warps = _block(c // parts)
-    _conv_forward[(triton.cdiv(t, _AHEAD * _TILES), parts * triton.cdiv(c // parts, block), b)](
-        x, *x.stride()[:2], weight, position, out, t, c // parts,
-        W=weight.shape[1], BC=block, AHEAD=_AHEAD, TILES=_TILES, num_warps=warps,
+def forward(xs: tuple[Tensor, ...], weight: Tensor, position: Tensor) -> Tensor:
+    """p parts of x, each [b, t, c/p] with the same strides -> [p, b, t, c/p].
+
+    weight [c, w] contiguous, position int64 [t].
+    """
+    (b, t, width), parts = xs[0].shape, len(xs)
+    out = torch.empty(parts, b, t, width, dtype=xs[0].dtype, device=xs[0].device)
+    block, warps = _block(width)
+    _conv_forward[(triton.cdiv(t, _AHEAD * _TILES), parts * triton.cdiv(width, block), b)](
+        xs, *xs[0].stride()[:2], weight, position, out, t, width,
+        PARTS=parts, W=weight.shape[1], BC=block, AHEAD=_AHEAD, TILES=_TILES, num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def backward(grads: tuple[Tensor, ...], x: Tensor, weight: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x, [b, t, c], and of weight, fp32 [c, w]; ``grads`` p times [b, t, c/p], contiguous."""
-    b, t, c = x.shape
-    taps, parts = weight.shape[1], len(grads)
+def backward(
+    grads: tuple[Tensor, ...], xs: tuple[Tensor, ...], weight: Tensor, position: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradients of the parts of x, [b, t, c/p] side by side as they are, and of weight, fp32 [c, w].
+
+    ``grads`` are p times [b, t, c/p], contiguous.
+    """
+    (b, t, width), parts = xs[0].shape, len(xs)
+    taps = weight.shape[1]
     rows = triton.cdiv(t, _AHEAD * _TILES)
-    grad_x = torch.empty(b, t, c, dtype=x.dtype, device=x.device)
-    partial = torch.empty(b, rows, c, taps, dtype=torch.float32, device=x.device)
-    block, warps = _block(c // parts)
-    _conv_backward[(rows, parts * triton.cdiv(c // parts, block), b)](
-        grads, x, *x.stride()[:2], weight, position, grad_x, partial, t, c // parts,
+    grad_xs = empty_beside(xs)
+    partial = torch.empty(b, rows, parts * width, taps, dtype=torch.float32, device=xs[0].device)
+    block, warps = _block(width)
+    _conv_backward[(rows, parts * triton.cdiv(width, block), b)](
+        grads, xs, *xs[0].stride()[:2], weight, position,
+        grad_xs, *grad_xs[0].stride()[:2], partial, t, width,
         PARTS=parts, W=taps, BC=block, AHEAD=_AHEAD, TILES=_TILES, num_warps=warps,
     )  # fmt: skip
-    return grad_x, partial.sum((0, 1))
+    return grad_xs, partial.sum((0, 1))
 
 
 def _block(channels: int) -> tuple[int, int]:
@@ -101,8 +112,16 @@ def _send(d, mine, now, seen, taps, place, sums, open_, W: tl.constexpr):
 
 
 @triton.jit
+def _pick(pointers, part, PARTS: tl.constexpr):
+    pointer = pointers[0]
+    for p in tl.static_range(1, PARTS):
+        pointer = tl.where(part == p, pointers[p], pointer)
+    return pointer
+
+
+@triton.jit
 def _conv_forward(
-    x,
+    xs,
     row_stride,
     stride,
     weight,
@@ -110,6 +129,7 @@ def _conv_forward(
     out,
     tokens,
     width,
+    PARTS: tl.constexpr,
     W: tl.constexpr,
     BC: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -121,7 +141,7 @@ def _conv_forward(
     ok = inner < width
     channel = part * width + inner
     row = tl.program_id(2).to(tl.int64)
-    x += row * row_stride + channel
+    x = _pick(xs, part, PARTS) + row * row_stride + inner
     out += (part * tl.num_programs(2) + row) * tokens * width + inner
     taps = _taps(weight, channel, ok, W)
     first = tl.program_id(0) * (AHEAD * TILES)
@@ -151,12 +171,14 @@ def _conv_forward(
 @triton.jit
 def _conv_backward(
     grads,
-    x,
+    xs,
     row_stride,
     stride,
     weight,
     position,
-    grad_x,
+    grad_xs,
+    grad_row_stride,
+    grad_stride,
     partial,
     tokens,
     width,
@@ -173,12 +195,9 @@ def _conv_backward(
     channel = part * width + inner
     channels = PARTS * width
     row = tl.program_id(2).to(tl.int64)
-    grad = grads[0]
-    for p in tl.static_range(1, PARTS):
-        grad = tl.where(part == p, grads[p], grad)
-    grad += row * tokens * width + inner
-    x += row * row_stride + channel
-    grad_x += row * tokens * channels + channel
+    grad = _pick(grads, part, PARTS) + row * tokens * width + inner
+    x = _pick(xs, part, PARTS) + row * row_stride + inner
+    grad_x = _pick(grad_xs, part, PARTS) + row * grad_row_stride + inner
     taps = _taps(weight, channel, ok, W)
     first = tl.program_id(0) * (AHEAD * TILES)
     last = first + AHEAD * TILES  # later tokens only send back to this program's
@@ -212,7 +231,7 @@ def _conv_backward(
             done = token - (W - 1)
             inside = ok & (done >= first) & (done < last) & (done < tokens)
             value = complete.to(grad_x.dtype.element_ty)
-            tl.store(grad_x + done.to(tl.int64) * channels, value, mask=inside)
+            tl.store(grad_x + done.to(tl.int64) * grad_stride, value, mask=inside)
             seen = _push(now, seen, W)
     # partial is [b, programs, c, w]
     at = partial + ((row * tl.num_programs(0) + tl.program_id(0)) * channels + channel) * W

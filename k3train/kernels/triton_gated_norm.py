@@ -19,37 +19,44 @@ _TILES = 8
 
 
 def forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """x and gate [n, d] contiguous, weight fp32 [d] -> [n, d]."""
+    """x [n, d] contiguous, gate [n / heads, heads * d] with unit stride, weight fp32 [d] -> [n, d]."""
     n, d = x.shape
     out = torch.empty_like(x)
     rows = max(1, _ELEMENTS // d)
-    _gated_norm_forward[(triton.cdiv(n, rows),)](x, weight, gate, out, n, eps, D=d, ROWS=rows)
+    _gated_norm_forward[(triton.cdiv(n, rows),)](
+        x, weight, gate, gate.stride(0), out, n, eps, D=d, HEADS=gate.shape[1] // d, ROWS=rows
+    )
     return out
 
 
 def backward(
     grad: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and gate [n, d], and of weight, fp32 [d]."""
+    """Gradients of x [n, d], of weight, fp32 [d], and of gate, contiguous."""
     n, d = x.shape
     rows = max(1, _ELEMENTS // d)
     programs = triton.cdiv(n, rows * _TILES)
-    grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)
+    grad_x = torch.empty_like(x)
+    grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     partial = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     _gated_norm_backward[(programs,)](
-        grad, x, weight, gate, grad_x, grad_gate, partial, n, eps, D=d, ROWS=rows, TILES=_TILES
-    )
+        grad, x, weight, gate, gate.stride(0), grad_x, grad_gate, partial, n, eps,
+        D=d, HEADS=gate.shape[1] // d, ROWS=rows, TILES=_TILES,
+    )  # fmt: skip
     return grad_x, partial.sum(0), grad_gate
 
 
 @triton.jit
-def _gated_norm_forward(x, weight, gate, out, n, eps, D: tl.constexpr, ROWS: tl.constexpr):
+def _gated_norm_forward(
+    x, weight, gate, gate_stride, out, n, eps, D: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, D)
     at = row[:, None] * D + channel[None, :]
     inside = (row < n)[:, None]
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    gate_at = (row // HEADS * gate_stride + row % HEADS * D)[:, None] + channel[None, :]
+    g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + channel)[None, :]
     rate = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
     tl.store(out + at, (v * rate * w * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
@@ -61,12 +68,14 @@ def _gated_norm_backward(
     x,
     weight,
     gate,
+    gate_stride,
     grad_x,
     grad_gate,
     partial,
     n,
     eps,
     D: tl.constexpr,
+    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -79,7 +88,8 @@ def _gated_norm_backward(
         inside = (row < n)[:, None]
         d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        opening = tl.sigmoid(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32))
+        gate_at = (row // HEADS * gate_stride + row % HEADS * D)[:, None] + channel[None, :]
+        opening = tl.sigmoid(tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32))
         rate = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
         unit = v * rate
         along = d * opening

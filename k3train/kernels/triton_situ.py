@@ -9,49 +9,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
+from k3train.kernels.adjacent import empty_beside
+from k3train.kernels.rms_norm import as_rows
+
+_BLOCK, _ELEMENTS = 256, 2048
+"""Channels and, times rows, elements that a program works on at once."""
 
 
 def forward(gate: Tensor, up: Tensor, gate_cap: float, up_cap: float, weight: Tensor | None) -> Tensor:
-    """As ``situ_glu``; [..., channels] contiguous."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    channels = gate.shape[-1]
-    rows = gate.numel() // channels
-    if rows:
-        grid = (rows, triton.cdiv(channels, _BLOCK))
-        weights = gate if weight is None else weight
+    """As ``situ_glu``; rows of gate and up may be longer than their channels."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gate, up = as_rows(gate), as_rows(up)
+    n, channels = gate.shape
+    if n:
+        block, rows = _tile(channels)
+        grid = (triton.cdiv(n, rows), triton.cdiv(channels, block))
         _situ_forward[grid](
-            gate, up, weights, out, channels, gate_cap, up_cap, WEIGHTED=weight is not None, BLOCK=_BLOCK
-        )
+            gate, gate.stride(0), up, up.stride(0), gate if weight is None else weight, out,
+            n, channels, gate_cap, up_cap, WEIGHTED=weight is not None, ROWS=rows, BLOCK=block,
+        )  # fmt: skip
     return out
 
 
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor, gate_cap: float, up_cap: float, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate, up and weight."""
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    """Gradients of gate and up, side by side as they are, and of weight."""
+    grad, shape = grad.contiguous(), gate.shape
+    gate, up = as_rows(gate), as_rows(up)
+    grad_gate, grad_up = empty_beside((gate, up))
     grad_weight = None if weight is None else torch.empty_like(weight)
-    channels = gate.shape[-1]
-    rows = gate.numel() // channels
-    if rows:
-        _situ_backward[(rows,)](
-            grad,
-            gate,
-            up,
-            gate if weight is None else weight,
-            grad_gate,
-            grad_up,
-            gate if grad_weight is None else grad_weight,
-            gate_cap,
-            up_cap,
-            CHANNELS=channels,
-            WEIGHTED=weight is not None,
-            BLOCK=_BLOCK,
-        )
-    return grad_gate, grad_up, grad_weight
+    n, channels = gate.shape
+    if n:
+        block, rows = _tile(channels)
+        _situ_backward[(triton.cdiv(n, rows),)](
+            grad, gate, gate.stride(0), up, up.stride(0), gate if weight is None else weight,
+            grad_gate, grad_up, grad_gate.stride(0), gate if grad_weight is None else grad_weight,
+            n, gate_cap, up_cap, CHANNELS=channels, WEIGHTED=weight is not None, ROWS=rows, BLOCK=block,
+        )  # fmt: skip
+    return grad_gate.view(shape), grad_up.view(shape), grad_weight
+
+
+def _tile(channels: int) -> tuple[int, int]:
+    block = min(_BLOCK, triton.next_power_of_2(channels))
+    return block, _ELEMENTS // block
 
 
 @triton.jit
@@ -65,48 +66,63 @@ def _tanh(x):
 
 @triton.jit
 def _situ_forward(
-    gate, up, weight, out, channels, gate_cap, up_cap, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    gate,
+    gate_stride,
+    up,
+    up_stride,
+    weight,
+    out,
+    n,
+    channels,
+    gate_cap,
+    up_cap,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    at = row * channels + channel
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < n) & (channel < channels)
+    g = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + channel, mask=inside, other=0.0).to(tl.float32)
     y = gate_cap * _tanh(g / gate_cap) * tl.sigmoid(g) * (up_cap * _tanh(u / up_cap))
     if WEIGHTED:
-        y *= tl.load(weight + row).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+        y *= tl.load(weight + row, mask=row < n, other=0.0).to(tl.float32)
+    tl.store(out + row * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _situ_backward(
     grad,
     gate,
+    gate_stride,
     up,
+    up_stride,
     weight,
     grad_gate,
     grad_up,
+    grad_stride,
     grad_weight,
+    n,
     gate_cap,
     up_cap,
     CHANNELS: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program takes a whole row, so that the weight's gradient is a sum in a fixed order.
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.float32)
+    # One program takes whole rows, so that the weight's gradient is a sum in a fixed order.
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     scale = 1.0
     if WEIGHTED:
-        scale = tl.load(weight + row).to(tl.float32)
+        scale = tl.load(weight + row, mask=row < n, other=0.0).to(tl.float32)
     for start in range(0, CHANNELS, BLOCK):
-        channel = start + tl.arange(0, BLOCK)
-        inside = channel < CHANNELS
-        at = row * CHANNELS + channel
-        d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        channel = start + tl.arange(0, BLOCK)[None, :]
+        inside = (row < n) & (channel < CHANNELS)
+        d = tl.load(grad + row * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_stride + channel, mask=inside, other=0.0).to(tl.float32)
         tanh_g = _tanh(g / gate_cap)
         sigmoid_g = tl.sigmoid(g)
         tanh_u = _tanh(u / up_cap)
@@ -115,7 +131,9 @@ def _situ_backward(
         total += d * a * b
         d *= scale
         slope = (1.0 - tanh_g * tanh_g) * sigmoid_g + a * (1.0 - sigmoid_g)
+        at = row * grad_stride + channel
         tl.store(grad_gate + at, (d * b * slope).to(grad_gate.dtype.element_ty), mask=inside)
         tl.store(grad_up + at, (d * a * (1.0 - tanh_u * tanh_u)).to(grad_up.dtype.element_ty), mask=inside)
     if WEIGHTED:
-        tl.store(grad_weight + row, tl.sum(total, 0).to(grad_weight.dtype.element_ty))
+        sums = tl.sum(total, 1)[:, None].to(grad_weight.dtype.element_ty)
+        tl.store(grad_weight + row, sums, mask=row < n)

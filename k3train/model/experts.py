@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from k3train.kernels.grouped_gemm import grouped_mm
+from k3train.kernels.grouped_gemm import grouped_mm, grouped_mms
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
 from k3train.model.config import K3Config
@@ -58,7 +58,7 @@ class Experts(MegatronModule):
         ``rows`` [t, latent], sorted by local expert; ``counts`` int64 [local experts], on any device, sums
         to t; ``weights`` [t]. Returns [t, latent]: with expert-tensor parallelism, this rank's part of a sum.
         """
-        gate, up = grouped_mm(rows, self.gate, counts), grouped_mm(rows, self.up, counts)
+        gate, up = grouped_mms(rows, [self.gate, self.up], counts)
         # The weight commutes with the down-projection; here it costs no pass over memory of its own.
         return make_again(
             lambda gate, up, weights: situ_glu(gate, up, *self.caps, weights),

@@ -45,5 +45,6 @@ class OutputHead(ColumnParallelLinear):
             )
         hidden = hidden[:, 0]
         if labels is not None:
-            return cross_entropy(hidden, self.weight, labels[0], self.tp_group)[None]
+            keep = self.training and not self.config.recompute.saves_memory
+            return cross_entropy(hidden, self.weight, labels[0], self.tp_group, keep=keep)[None]
         return gather_from_tensor_model_parallel_region(hidden @ self.weight.T, group=self.tp_group)[None]

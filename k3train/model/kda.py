@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from k3train.config import schema
 from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.kda.choose import kda
+from k3train.kernels.linear import linear, linears
 from k3train.kernels.packing import Packing, make_packing
 from k3train.kernels.recompute import make_again
 from k3train.kernels.short_conv import short_conv_parts
@@ -183,14 +184,15 @@ class KdaAttention(MegatronModule):
 
     def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
         """x [s, b, hidden], s of all tensor parallel ranks -> this rank's share [s / tp, b, hidden]."""
-        # [s, b, channels] -> [b, s, channels], one convolution (and one halo) for the three
-        qkv = torch.cat([self.q_proj(x)[0], self.k_proj(x)[0], self.v_proj(x)[0]], -1).transpose(0, 1)
-        beta = self.b_proj(x)[0].transpose(0, 1)
+        weights = (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.f_a)
+        # [s, b, channels] -> [b, s, channels]
+        *qkv, gate, beta, decay = (y.transpose(0, 1) for y in linears(x, [each.weight for each in weights]))
 
-        def mixed(qkv: Tensor, decay: Tensor) -> tuple[Tensor, ...]:
+        def mixed(*qkv_decay: Tensor) -> tuple[Tensor, ...]:
+            *qkv, decay = qkv_decay
             taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
-            qkv_heads = (self._by_head(x) for x in short_conv_parts(qkv, taps, 3, packing, self.cp))
-            return *qkv_heads, self._by_head(self.f_b(decay)[0].transpose(0, 1))
+            mixed = short_conv_parts(tuple(qkv), taps, packing, self.cp)
+            return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, self.f_b.weight))
 
         def attended(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
             return kda(
@@ -211,8 +213,8 @@ class KdaAttention(MegatronModule):
             o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
             return o.flatten(2).transpose(0, 1).contiguous()
 
-        o = make_again(mixed, attended, qkv, self.f_a(x), on=self.selective)
-        gate = self._by_head(self.g_proj(x)[0].transpose(0, 1))
+        o = make_again(mixed, attended, *qkv, decay, on=self.selective)
+        gate = self._by_head(gate)
         return make_again(normed, lambda o: self.o_proj(o)[0], o, gate, on=self.selective)
 
     def _by_head(self, x: Tensor) -> Tensor:

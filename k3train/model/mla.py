@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -22,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from k3train.kernels.attention import attention, attention_of_ranges
+from k3train.kernels.linear import linear, linears
 from k3train.kernels.max_logits import max_logits, max_logits_of_ranges
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import make_again
@@ -39,7 +39,8 @@ class _KvUp(ColumnParallelLinear):
     def forward(self, latent: Tensor, first: int, rows: int) -> Tensor:  # type: ignore[override]
         """latent [n, c], whole on every rank, times ``rows`` rows of this tp shard from ``first`` on."""
         assert self.weight is not None
-        return F.linear(latent, self.weight[first : first + rows])
+        whole = rows == self.weight.shape[0]
+        return linear(latent, self.weight if whole else self.weight[first : first + rows])
 
 
 class GatedMla(MegatronModule):
@@ -130,22 +131,29 @@ class GatedMla(MegatronModule):
                 return attention(q, k, v, borders, self.scale, selective=self.selective)
             return attention_of_ranges(q, k, v, borders, shares.ranges, self.scale, selective=self.selective)
 
+        query, latent, gate = self._project(hidden_states)
         out = make_again(
             lambda query, latent: (self._queries(query, shares), *self._keys_and_values(latent)),
             attend,
-            self.q_a(hidden_states),
-            self.kv_a(hidden_states),
+            query,
+            latent,
             on=self.selective,
         )
         if shares is None:
             out = all_to_all(out, self.cp_group, split_dim=0, concat_dim=1)  # [n/cp, h/tp, value]
         else:
             out = shares.gather(out)
-        gate, _ = self.g_proj(hidden_states)
         out = make_again(
             _gated, lambda x: self.o_proj(x)[0], out.reshape(gate.shape), gate, on=self.selective
         )
         return out, None
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Compressed queries, compressed keys and values, and the output's gate, which tp may gather for."""
+        narrow = [self.q_a.weight, self.kv_a.weight]
+        if self.tp_group.size() == 1:
+            return linears(hidden, [*narrow, self.g_proj.weight])
+        return *linears(hidden, narrow), self.g_proj(hidden)[0]
 
     def track_logits(self) -> None:
         """From now on keep the largest logit of each head over all training passes (see ``max_logits``).

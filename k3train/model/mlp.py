@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from k3train.config import schema
+from k3train.kernels.linear import linears
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
 
@@ -81,8 +82,9 @@ class SituMlp(MegatronModule):
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
 
     def _feed(self, hidden: Tensor) -> Tensor:
-        gate, _bias = self.gate_proj(hidden)
-        up, _bias = self.up_proj(hidden)
+        assert self.gate_proj.weight is not None
+        assert self.up_proj.weight is not None
+        gate, up = linears(hidden, [self.gate_proj.weight, self.up_proj.weight])
         return make_again(
             lambda gate, up: situ_glu(gate, up, *self.caps),
             lambda inner: self.down_proj(inner)[0],

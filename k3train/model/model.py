@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.enums import ModelType
-from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from k3train.kernels.packing import Packing
 from k3train.model.attn_res import DepthMix
 from k3train.model.block import K3Block
 from k3train.model.config import K3Config
+from k3train.model.embedding import TokenEmbedding
 from k3train.model.head import OutputHead
 from k3train.model.mtp import MtpLayer
 from k3train.model.norm import RmsNorm
@@ -52,7 +52,7 @@ class K3Model(MegatronModule):
         self._payload_in: Tensor | None = None
 
         if self.pre_process or (self.post_process and with_mtp):
-            self.embedding = VocabParallelEmbedding(
+            self.embedding = TokenEmbedding(
                 config.k3.vocab_size,
                 config.k3.hidden_size,
                 init_method=config.embedding_init_method,  # type: ignore[arg-type]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
+from k3train.kernels.linear import linear
 from k3train.model.config import K3Config
 
 
@@ -19,19 +20,27 @@ def fp32_vector(config: TransformerConfig, size: int, value: float) -> nn.Parame
     return _replicated(nn.Parameter(data), config)
 
 
-def replicated_linear(config: K3Config, inputs: int, outputs: int) -> nn.Linear:
+class Linear(nn.Linear):
+    """A bias-free linear whose weight's gradient goes where ``main_grad`` says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        return linear(input, self.weight)
+
+
+def replicated_linear(config: K3Config, inputs: int, outputs: int) -> Linear:
     """A bias-free linear [outputs, inputs] in the model's dtype for local tokens, equal on all tp ranks."""
     device = torch.cuda.current_device()
-    linear = nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device="meta")
-    linear.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+    made = Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device="meta")
+    made.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
     if config.perform_initialization:
         assert config.init_method is not None
         tracker = tensor_parallel.get_cuda_rng_tracker()
         assert tracker is not None
         with tracker.fork("data-parallel-rng"):
-            config.init_method(linear.weight)
-    _replicated(linear.weight, config)
-    return linear
+            config.init_method(made.weight)
+    _replicated(made.weight, config)
+    return made
 
 
 def _replicated(parameter: nn.Parameter, config: TransformerConfig) -> nn.Parameter:

@@ -19,6 +19,11 @@ class RecomputePlan:
     """The MTP layer's experts too."""
     dense: Recompute = Recompute.none
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether anything is computed again; then logits are too."""
+        return any(kind is not Recompute.none for kind in (self.kda, self.mla, self.moe, self.dense))
+
     def of_layer(self, model: Model, layer: int) -> tuple[Recompute, Recompute]:
         """Policies of attention and feed-forward of decoder layer ``layer`` (from 0)."""
         attention = self.mla if is_mla(model, layer) else self.kda

@@ -21,6 +21,7 @@ from k3train.data.batch import MicroBatch
 from k3train.data.open import StageData, open_data
 from k3train.data.prefetch import Prefetch
 from k3train.faults import point
+from k3train.kernels.main_grad import add_in_products
 from k3train.model.build import build_model
 from k3train.model.config import K3Config, make_config
 from k3train.model.payload import schedule_config
@@ -134,9 +135,11 @@ def _wrap(
         overlap_grad_reduce=device.type == "cuda" and groups.layout.pp == 1 and groups.layout.world > 1,
     )
     # Only the first chunk's gradients are reduced in buckets while backward still runs.
-    return DistributedDataParallel(
+    chunk = DistributedDataParallel(
         config, settings, module, disable_bucketing=index > 0, pg_collection=groups.pg
     )
+    add_in_products(chunk)
+    return chunk
 
 
 def close_stage(setup: StageSetup) -> None:

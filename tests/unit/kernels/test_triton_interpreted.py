@@ -16,11 +16,21 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 PROGRAM = """
 import json
 import torch
-from k3train.kernels import cross_entropy, gated_norm, short_conv
-from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm
 from k3train.kernels.kda.triton_scan import kda_scan
 from tests.gpu import kda_stages
+from triton.runtime import interpreter
+from k3train.kernels import adjacent, cross_entropy, gated_norm, short_conv
+from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm, triton_grouped
+from k3train.kernels import situ, triton_embedding, triton_situ
 
+
+def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
+    patch(tensor, scope)
+    # numpy 2.4 no longer makes a number of an array of one
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = patched
 torch.manual_seed(0)
 triton_conv._TILES = 2
 errors = {}
@@ -51,16 +61,35 @@ for b, t, c, taps, parts, borders in [
     y = short_conv._ShortConv.apply(wide[0], None, wide[1], position)
     want = [y, *torch.autograd.grad(y, wide, grad.double())]
     grads = tuple(part.contiguous() for part in grad.chunk(parts, 2))
-    got = [torch.cat(triton_conv.forward(x, weight, position, parts).unbind(), 2)]
-    got += triton_conv.backward(grads, x, weight, position)
+    xs = x.chunk(parts, 2)[::-1]  # in memory the other way round
+    taken = torch.cat(weight.chunk(parts)[::-1])
+    got = [torch.cat(triton_conv.forward(xs, taken, position).unbind()[::-1], 2)]
+    grad_xs, grad_weight = triton_conv.backward(grads[::-1], xs, taken, position)
+    assert adjacent.joined(grad_xs[::-1], 2) is not None
+    got += torch.cat(grad_xs[::-1], 2), torch.cat(grad_weight.chunk(parts)[::-1])
     compare(f"conv {b} {t} {taps}", got, want)
 
-x, gate, grad, weight = bf16(77, 128), bf16(77, 128), bf16(77, 128), torch.randn(128)
+x, gate, grad, weight = bf16(77, 128), bf16(11, 900)[:, :896], bf16(77, 128), torch.randn(128)
+rows = gate
+gate = gate.reshape(77, 128)
 wide = [v.double().requires_grad_() for v in (x, weight, gate)]
 y = gated_norm.gated_rms_norm(*wide, 1e-3)
 want = [y, *torch.autograd.grad(y, wide, grad.double())]
-got = [triton_gated_norm.forward(x, weight, gate, 1e-3)]
-compare("gated norm", [*got, *triton_gated_norm.backward(grad, x, weight, gate, 1e-3)], want)
+got = [triton_gated_norm.forward(x, weight, rows, 1e-3)]
+got += triton_gated_norm.backward(grad, x, weight, rows, 1e-3)
+compare("gated norm", [*got[:3], got[3].view(77, 128)], want)
+
+for c, weighted in ((300, True), (70, False)):
+    both, grad = bf16(9, 2 * c), bf16(9, c)
+    weight = torch.randn(9) if weighted else None
+    up, gate = both.chunk(2, 1)
+    wide = [v.double().requires_grad_() for v in (gate, up, weight) if v is not None]
+    y = situ.situ_glu(wide[0], wide[1], 2.0, 1.5, *wide[2:])
+    want = [y, *torch.autograd.grad(y, wide, grad.double())]
+    got = [triton_situ.forward(gate, up, 2.0, 1.5, weight)]
+    got += [g for g in triton_situ.backward(grad, gate, up, 2.0, 1.5, weight) if g is not None]
+    assert adjacent.joined(got[2:0:-1], 1) is not None
+    compare(f"situ {c}", got, want)
 
 logits, index = 5 * bf16(5, 9000), torch.tensor([0, 8999, 5000, 4096, 17])
 got, want = triton_cross_entropy.statistics(logits, index), cross_entropy._statistics(logits.double(), index)
@@ -82,6 +111,20 @@ for transposed in (False, True):
         chains, steps, start, sent, maps, states, end, H=h, D=d, BV=16, TRANSPOSED=transposed, HAS_START=True
     )
     compare(f"scan {transposed}", [states, end], want)
+
+for counts in ([3, 0, 40, 1], [0, 0, 0, 0]):
+    rows, grad, total = torch.randn(sum(counts), 40), torch.randn(sum(counts), 35), torch.randn(4, 40, 35)
+    want = total.double()
+    for i, (x, g) in enumerate(zip(rows.double().split(counts), grad.double().split(counts), strict=True)):
+        want[i] += x.T @ g
+    triton_grouped.add_weight_gradient(total, rows, grad, torch.tensor(counts).cumsum(0).int())
+    compare(f"experts {counts}", [total], [want])
+
+rows = torch.tensor([3] * 20 + [7, 0, 3, 5, 0] + [7] * 16)
+total, grad = torch.randn(7, 300), bf16(41, 300)
+want = total.double().index_add(0, rows[rows < 7], grad.double()[rows < 7])
+triton_embedding.add_rows(total, grad, rows)
+compare("embedding", [total], [want])
 print(json.dumps(errors))
 """
 
@@ -99,4 +142,5 @@ def test_kernels_equal_plain_torch() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
     assert len(errors) == 24, errors
+    assert len(errors) == 30, errors
     assert {name: e for name, e in errors.items() if not e < 1} == {}
