@@ -212,6 +212,8 @@ class Parallel:
     recompute_dense: Recompute | None = None
     """Feed-forwards of the leading dense layers."""
     dispatcher: Dispatcher = Dispatcher.alltoall
+    cuda_graphs: bool = True
+    """On a GPU, replay feed-forwards as CUDA graphs where nothing in them is sent, recomputed or pipelined."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,6 +233,7 @@ class StageParallel:
     recompute_moe: Recompute | None = None
     recompute_dense: Recompute | None = None
     dispatcher: Dispatcher | None = None
+    cuda_graphs: bool | None = None
 
 
 # --------------------------------------------------------------------------------------------------- optim

@@ -29,6 +29,9 @@ class K3Config(TransformerConfig):
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
     """What the backward pass computes again."""
 
+    cuda_graphs: bool = False
+    """Whether parts of a layer may be recorded as CUDA graphs and replayed."""
+
     def __post_init__(self) -> None:
         """Refuse, with ValueError, what megatron-core would run and get wrong without a word."""
         super().__post_init__()
@@ -61,6 +64,8 @@ def make_config(model: schema.Model, parallel: schema.Parallel, layout: Layout) 
     return K3Config(
         k3=model,
         recompute=recompute_plan(parallel),
+        # with pipeline ranks several micro-batches are under way at once
+        cuda_graphs=parallel.cuda_graphs and layout.pp == 1,
         # shape
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

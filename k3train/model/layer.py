@@ -9,6 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from k3train.config.schema import Recompute
+from k3train.kernels.graphed import Graphed
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import again, make_again
 from k3train.model.attn_res import DepthMix
@@ -40,6 +41,8 @@ class K3Layer(MegatronModule):
         self.ffn_mix = DepthMix(config)
         self.ffn_norm = RmsNorm(config, config.k3.hidden_size)
         self.ffn = make_ffn(config, index, pg_collection)
+        self.graphs = config.cuda_graphs and self.recompute_ffn is Recompute.none
+        self.fed = Graphed(self._fed, [self.ffn, self.ffn_norm, self.ffn_mix])
 
     def forward(self, *sources: Tensor, packing: Packing) -> Tensor:
         """The new running prefix from the finished blocks and the running prefix, each [s, b, hidden].
@@ -57,7 +60,15 @@ class K3Layer(MegatronModule):
         sources = advance(
             sources, attended if self.starts_block else sources[-1] + attended, self.starts_block
         )
+        if self.graphs and self.ffn.is_repeatable():
+            return self.fed(*sources, packing.valid)
         return sources[-1] + again(feed, *sources, on=half and self.recompute_ffn is Recompute.full)
+
+    def _fed(self, *sources_valid: Tensor) -> Tensor:
+        """The prefix after the feed-forward, of tensors alone: sources, and bool [s], False on padding."""
+        *sources, valid = sources_valid
+        hidden = self.ffn_norm(self.ffn_mix(tuple(sources)))
+        return sources[-1] + self.ffn(hidden, padding_mask=valid.logical_not()[None])[0]
 
     def _attend(self, *sources: Tensor, packing: Packing) -> Tensor:
         return make_again(

@@ -19,6 +19,7 @@ from k3train.model.mlp import SituMlp
 from k3train.model.norm import RmsNorm
 from k3train.model.parameters import replicated_linear
 from k3train.plan.counts import router_input_size
+from k3train.router.contract import BalanceRule
 from k3train.router.router import K3Router
 
 
@@ -82,6 +83,12 @@ class LatentMoe(MegatronModule):
         combined = self.dispatch.combine(self.experts(rows, counts, weights)).view_as(latent)
         out = make_again(self.latent_norm, self.latent_up, combined, on=self.selective)
         return (out if shared is None else out + shared()), None
+
+    def is_repeatable(self) -> bool:
+        """Whether a pass is the same kernels every time, with nothing to do on the host or for other ranks."""
+        rule = type(self.router.rule)
+        observes = rule.observe is not BalanceRule.observe or rule.loss is not BalanceRule.loss
+        return not (self.has_exchange or observes or self.router.audit is not None)
 
     def _share(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None

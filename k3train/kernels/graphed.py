@@ -1,0 +1,131 @@
+"""A part of the model replayed as CUDA graphs, one launch for its kernels forward and one backward.
+
+A kernel that takes 10 us costs the host as much to launch. What is replayed must launch the same kernels on
+every pass, decide nothing on the host, and send nothing to other ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from k3train.kernels.main_grad import added, main_grad
+
+
+class Graphed:
+    """``function`` of tensors, with the parameters of ``modules``; the same numbers, launched at once.
+
+    The first pass of each shape runs as it is, which compiles its kernels; the second is recorded, then
+    replayed, as are all later ones. Only training passes are: with gradients on, on a GPU. Between a forward
+    pass and its backward pass others run as they are, because a recording has one place for its values. The
+    memory of one pass stays with the recording.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], modules: list[nn.Module]) -> None:
+        self.function, self.modules = function, modules
+        self.recordings: dict[Any, _Recording | None] = {}
+        """By shapes of the inputs; None after the first pass."""
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The value of the function; the result is overwritten by the next pass but one of this object."""
+        if not (inputs[0].is_cuda and torch.is_grad_enabled() and self.modules[0].training):
+            return self.function(*inputs)
+        if any(module._forward_hooks for module in self.modules):  # somebody looks at single modules
+            return self.function(*inputs)
+        key = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
+        if key not in self.recordings:
+            self.recordings[key] = None
+            return self.function(*inputs)
+        recording = self.recordings[key]
+        if recording is None:
+            recording = self.recordings[key] = _Recording(self.function, self.modules, inputs)
+        if recording.is_busy():
+            return self.function(*inputs)
+        out = _Replay.apply(recording, *inputs, *recording.parameters)
+        assert isinstance(out, Tensor)
+        return out
+
+
+class _Pass:
+    """Lives until the backward pass of a replayed forward pass has run or can no longer run."""
+
+
+class _Recording:
+    """Two graphs, and the tensors that they read and write."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], modules: list[nn.Module], inputs: tuple[Tensor, ...]
+    ) -> None:
+        self.parameters: list[Any] = [p for m in modules for p in m.parameters() if p.requires_grad]
+        self.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.running: Any = None
+        with _record(self.forward):
+            out = function(*self.inputs)
+        self.graph = out  # holds what the backward pass reads
+        self.out, self.grad = out.detach(), torch.empty_like(out)
+        wanted = [x for x in [*self.inputs, *self.parameters] if x.requires_grad]
+        for parameter in self.parameters:
+            if main_grad(parameter) is not None:
+                parameter.grad_added_to_main_grad = False
+        with _record(self.backward):
+            grads = torch.autograd.grad(out, wanted, self.grad, retain_graph=True, allow_unused=True)
+        found = dict(zip(map(id, wanted), grads, strict=True))
+        self.fused = [bool(getattr(p, "grad_added_to_main_grad", False)) for p in self.parameters]
+        self.grads = [found.get(id(x)) for x in self.inputs]
+        self.grads += [
+            None if fused else found[id(p)] for p, fused in zip(self.parameters, self.fused, strict=True)
+        ]
+
+    def is_busy(self) -> bool:
+        """Whether a forward pass waits for its backward pass."""
+        return self.running is not None and self.running() is not None
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recording: _Recording, *tensors: Tensor) -> Tensor:
+        _fill(recording.inputs, tensors[: len(recording.inputs)])
+        recording.forward.replay()
+        ctx.recording, ctx.alive = recording, _Pass()
+        recording.running = weakref.ref(ctx.alive)
+        return recording.out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        recording: _Recording = ctx.recording
+        _fill([recording.grad], (grad,))
+        recording.backward.replay()
+        ctx.alive, recording.running = None, None
+        grads = [None if g is None else g.detach() for g in recording.grads]
+        first = len(recording.inputs)
+        for i, (parameter, fused) in enumerate(zip(recording.parameters, recording.fused, strict=True)):
+            if fused:
+                grads[first + i] = added(parameter)
+        return None, *grads
+
+
+def _fill(places: list[Tensor], values: tuple[Tensor, ...]) -> None:
+    """Copy what does not lie in its place already."""
+    with torch.no_grad():
+        for place, value in zip(places, values, strict=True):
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+
+
+def _record(graph: torch.cuda.CUDAGraph) -> Any:
+    # other threads, which bring batches, may go on
+    return torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local")
+
+
+@cache
+def _pool() -> Any:
+    """Memory of all recordings: replayed one after another, they share what none keeps."""
+    return torch.cuda.graph_pool_handle()
