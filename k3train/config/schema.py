@@ -213,7 +213,7 @@ class Parallel:
     """Feed-forwards of the leading dense layers."""
     dispatcher: Dispatcher = Dispatcher.alltoall
     cuda_graphs: bool = True
-    """On a GPU, replay feed-forwards as CUDA graphs where nothing in them is sent, recomputed or pipelined."""
+    """On a GPU, replay feed-forwards as CUDA graphs where nothing of them is sent or recomputed and pp is 1."""
 
 
 @dataclass(kw_only=True, slots=True)

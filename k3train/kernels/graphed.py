@@ -21,7 +21,7 @@ from k3train.kernels.main_grad import added, main_grad
 class Graphed:
     """``function`` of tensors, with the parameters of ``modules``; the same numbers, launched at once.
 
-    The first pass of each shape runs as it is, which compiles its kernels; the second is recorded, then
+    The first pass runs as it is, which compiles its kernels; the second of the same shapes is recorded, then
     replayed, as are all later ones. Only training passes are: with gradients on, on a GPU. Between a forward
     pass and its backward pass others run as they are, because a recording has one place for its values. The
     memory of one pass stays with the recording.
@@ -30,20 +30,20 @@ class Graphed:
     def __init__(self, function: Callable[..., Tensor], modules: list[nn.Module]) -> None:
         self.function, self.modules = function, modules
         self.recordings: dict[Any, _Recording | None] = {}
-        """By shapes of the inputs; None after the first pass."""
+        """By shapes of the inputs; None after their first pass. The first that comes back is recorded."""
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The value of the function; the result is overwritten by the next pass but one of this object."""
+        """The value of the function. The next pass overwrites it, and the gradients of the inputs."""
         if not (inputs[0].is_cuda and torch.is_grad_enabled() and self.modules[0].training):
             return self.function(*inputs)
         if any(module._forward_hooks for module in self.modules):  # somebody looks at single modules
             return self.function(*inputs)
         key = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
-        if key not in self.recordings:
-            self.recordings[key] = None
-            return self.function(*inputs)
-        recording = self.recordings[key]
+        recording = self.recordings.get(key)
         if recording is None:
+            if key not in self.recordings or any(self.recordings.values()):
+                self.recordings[key] = None
+                return self.function(*inputs)
             recording = self.recordings[key] = _Recording(self.function, self.modules, inputs)
         if recording.is_busy():
             return self.function(*inputs)
@@ -76,12 +76,16 @@ class _Recording:
                 parameter.grad_added_to_main_grad = False
         with _record(self.backward):
             grads = torch.autograd.grad(out, wanted, self.grad, retain_graph=True, allow_unused=True)
-        found = dict(zip(map(id, wanted), grads, strict=True))
-        self.fused = [bool(getattr(p, "grad_added_to_main_grad", False)) for p in self.parameters]
+            found = dict(zip(map(id, wanted), grads, strict=True))
+            for parameter in self.parameters:
+                total = main_grad(parameter)
+                if total is not None:
+                    if not parameter.grad_added_to_main_grad:
+                        total.add_(found[id(parameter)])
+                    found[id(parameter)] = None
         self.grads = [found.get(id(x)) for x in self.inputs]
-        self.grads += [
-            None if fused else found[id(p)] for p, fused in zip(self.parameters, self.fused, strict=True)
-        ]
+        self.parameter_grads = [found[id(p)] for p in self.parameters]
+        """None where the recording adds to ``main_grad``."""
 
     def is_busy(self) -> bool:
         """Whether a forward pass waits for its backward pass."""
@@ -105,11 +109,8 @@ class _Replay(torch.autograd.Function):
         recording.backward.replay()
         ctx.alive, recording.running = None, None
         grads = [None if g is None else g.detach() for g in recording.grads]
-        first = len(recording.inputs)
-        for i, (parameter, fused) in enumerate(zip(recording.parameters, recording.fused, strict=True)):
-            if fused:
-                grads[first + i] = added(parameter)
-        return None, *grads
+        pairs = zip(recording.parameters, recording.parameter_grads, strict=True)
+        return None, *grads, *(added(p) if g is None else g.clone() for p, g in pairs)
 
 
 def _fill(places: list[Tensor], values: tuple[Tensor, ...]) -> None:

@@ -38,8 +38,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b; bf16 products on a GPU are added in fp32 without a rounding in between."""
     if a.is_cuda and a.dtype is torch.bfloat16:
         torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    elif a.dtype is total.dtype:
-        total.addmm_(a, b)
     else:
         total += a @ b
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS, _CHANNELS = 16, 256
-"""Equal tokens, and channels, that a program adds up at once."""
+_TOKENS, _CHANNELS = 4, 512
+"""Equal tokens, and channels, that a program loads at once."""
 
 
 def add_rows(total: Tensor, grad: Tensor, rows: Tensor) -> None:
@@ -40,11 +40,12 @@ def _add_rows(total, grad, ordered, source, n, v, c, TOKENS: tl.constexpr, CHANN
         sums = tl.load(at, mask=inside, other=0.0)
         found = TOKENS
         while found == TOKENS:
-            place = first + tl.arange(0, TOKENS)
-            same = tl.load(ordered + place, mask=place < n, other=v) == row
-            token = tl.load(source + place, mask=same, other=0)
-            part = grad + token[:, None] * c + channel[None, :]
-            sums += tl.sum(tl.load(part, mask=same[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
-            found = tl.sum(same.to(tl.int32), 0)
+            found = 0
+            for i in tl.static_range(TOKENS):
+                same = tl.load(ordered + first + i, mask=first + i < n, other=v) == row
+                token = tl.load(source + first + i, mask=same, other=0)
+                part = tl.load(grad + token * c + channel, mask=inside & same, other=0.0)
+                sums += part.to(tl.float32)
+                found += same.to(tl.int32)
             first += TOKENS
         tl.store(at, sums, mask=inside)

@@ -36,13 +36,13 @@ def _add_weight_gradient(total, rows, grad, ends, k, n, TILE: tl.constexpr, STEP
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     stop = tl.load(ends + expert)
     if start < stop:
-        product = tl.zeros([TILE, TILE], tl.float32)
+        at = total + expert.to(tl.int64) * k * n + at_k[:, None].to(tl.int64) * n + at_n[None, :]
+        within = (at_k < k)[:, None] & (at_n < n)[None, :]
+        sums = tl.load(at, mask=within, other=0.0)
         for first in range(start, stop, STEP):
             row = (first + tl.arange(0, STEP)).to(tl.int64)[:, None]
             inside = row < stop
             x = tl.load(rows + row * k + at_k[None, :], mask=inside & (at_k < k)[None, :], other=0.0)
             g = tl.load(grad + row * n + at_n[None, :], mask=inside & (at_n < n)[None, :], other=0.0)
-            product = tl.dot(tl.trans(x), g, product)
-        at = total + expert.to(tl.int64) * k * n + at_k[:, None].to(tl.int64) * n + at_n[None, :]
-        inside = (at_k < k)[:, None] & (at_n < n)[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + product, mask=inside)
+            sums = tl.dot(tl.trans(x), g, sums)
+        tl.store(at, sums, mask=within)

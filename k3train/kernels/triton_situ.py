@@ -12,7 +12,7 @@ from torch import Tensor
 from k3train.kernels.adjacent import empty_beside
 from k3train.kernels.rms_norm import as_rows
 
-_BLOCK, _ELEMENTS = 256, 2048
+_BLOCK, _ELEMENTS = 256, 1024
 """Channels and, times rows, elements that a program works on at once."""
 
 

@@ -77,7 +77,7 @@ class SituMlp(MegatronModule):
         return make_again(self._gather, self._feed, hidden, on=self.selective), None
 
     def is_repeatable(self) -> bool:
-        """Whether a pass is the same kernels every time, with nothing to do on the host or for other ranks."""
+        """Whether a pass is the same kernels every time, without work for the host or other ranks."""
         return self.tp_group.size() == 1
 
     def _gather(self, hidden: Tensor) -> Tensor:

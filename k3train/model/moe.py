@@ -85,7 +85,7 @@ class LatentMoe(MegatronModule):
         return (out if shared is None else out + shared()), None
 
     def is_repeatable(self) -> bool:
-        """Whether a pass is the same kernels every time, with nothing to do on the host or for other ranks."""
+        """Whether a pass is the same kernels every time, without work for the host or other ranks."""
         rule = type(self.router.rule)
         observes = rule.observe is not BalanceRule.observe or rule.loss is not BalanceRule.loss
         return not (self.has_exchange or observes or self.router.audit is not None)
