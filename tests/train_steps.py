@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 from torch import Tensor
 
 from k3train.config import schema
+from k3train.kernels.main_grad import add_in_products
 from k3train.model.payload import schedule_config
 from k3train.optim.build import build_optimizer
 from k3train.parallel.groups import Groups, stop_groups
@@ -91,6 +92,8 @@ def _train(rank: int, model, micros, weights, degrees, optim, steps: int) -> dic
         DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
         for i, chunk in enumerate(chunks)
     ]
+    for chunk in wrapped:
+        add_in_products(chunk)
     optimizer = build_optimizer(optim, wrapped, groups)
     shared.finalize_model_grads_func = finalize_model_grads
     shared.grad_scale_func = optimizer.scale_loss

@@ -212,8 +212,8 @@ class Parallel:
     recompute_dense: Recompute | None = None
     """Feed-forwards of the leading dense layers."""
     dispatcher: Dispatcher = Dispatcher.alltoall
-    cuda_graphs: bool = True
-    """On a GPU, replay feed-forwards as CUDA graphs where nothing of them is sent or recomputed and pp is 1."""
+    cuda_graphs: bool = False
+    """On a GPU, replay feed-forwards as CUDA graphs if nothing of them is sent or recomputed; not with pp."""
 
 
 @dataclass(kw_only=True, slots=True)

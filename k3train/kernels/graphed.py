@@ -7,7 +7,8 @@ every pass, decide nothing on the host, and send nothing to other ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -62,29 +63,28 @@ class _Recording:
     def __init__(
         self, function: Callable[..., Tensor], modules: list[nn.Module], inputs: tuple[Tensor, ...]
     ) -> None:
-        self.parameters: list[Any] = [p for m in modules for p in m.parameters() if p.requires_grad]
-        self.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        # What is no activation is the caller's own: he may want to keep it as it is.
+        self.inputs = [x.detach().requires_grad_() if x.requires_grad else x.clone() for x in inputs]
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.running: Any = None
-        with _record(self.forward):
+        with _aliased(modules) as aliases, _record(self.forward):
             out = function(*self.inputs)
+        self.parameters = list(aliases)
         self.graph = out  # holds what the backward pass reads
         self.out, self.grad = out.detach(), torch.empty_like(out)
-        wanted = [x for x in [*self.inputs, *self.parameters] if x.requires_grad]
-        for parameter in self.parameters:
-            if main_grad(parameter) is not None:
-                parameter.grad_added_to_main_grad = False
+        sources = [x for x in self.inputs if x.requires_grad]
         with _record(self.backward):
-            grads = torch.autograd.grad(out, wanted, self.grad, retain_graph=True, allow_unused=True)
-            found = dict(zip(map(id, wanted), grads, strict=True))
-            for parameter in self.parameters:
-                total = main_grad(parameter)
+            wanted = [*sources, *aliases.values()]
+            grads = list(torch.autograd.grad(out, wanted, self.grad, retain_graph=True, allow_unused=True))
+            found = {id(x): grads.pop(0) for x in sources}
+            for i, alias in enumerate(aliases.values()):
+                total = main_grad(alias)
                 if total is not None:
-                    if not parameter.grad_added_to_main_grad:
-                        total.add_(found[id(parameter)])
-                    found[id(parameter)] = None
+                    if not alias.grad_added_to_main_grad and grads[i] is not None:
+                        total.add_(grads[i])
+                    grads[i] = None
         self.grads = [found.get(id(x)) for x in self.inputs]
-        self.parameter_grads = [found[id(p)] for p in self.parameters]
+        self.parameter_grads = grads
         """None where the recording adds to ``main_grad``."""
 
     def is_busy(self) -> bool:
@@ -119,6 +119,27 @@ def _fill(places: list[Tensor], values: tuple[Tensor, ...]) -> None:
         for place, value in zip(places, values, strict=True):
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
+
+
+@contextmanager
+def _aliased(modules: list[nn.Module]) -> Iterator[dict[Any, Any]]:
+    """Other tensors in the place of the modules' parameters, on the same memory: autograd ties a parameter
+    to the stream on which it was first used, which a recording must not wait for."""
+    aliases: dict[Any, Any] = {}
+    places = [(m, name) for top in modules for m in top.modules() for name in m._parameters]
+    for module, name in places:
+        parameter: Any = module._parameters[name]
+        if parameter is not None and parameter.requires_grad:
+            alias: Any = aliases.setdefault(parameter, parameter.detach().requires_grad_())
+            if main_grad(parameter) is not None:
+                alias.main_grad, alias.grad_added_to_main_grad = parameter.main_grad, False
+            module._parameters[name] = alias
+    try:
+        yield aliases
+    finally:
+        back = {id(alias): parameter for parameter, alias in aliases.items()}
+        for module, name in places:
+            module._parameters[name] = back.get(id(module._parameters[name]), module._parameters[name])
 
 
 def _record(graph: torch.cuda.CUDAGraph) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from k3train.model.mlp import SituMlp
 from k3train.model.moe import LatentMoe
 from k3train.model.norm import RmsNorm
 from k3train.plan.counts import is_mla
+
+PIECE_TOKENS = 65536
+"""Tokens of a rank beyond which a fully recomputed feed-forward works piece by piece."""
 
 
 class K3Layer(MegatronModule):
@@ -62,7 +66,15 @@ class K3Layer(MegatronModule):
         )
         if self.graphs and self.ffn.is_repeatable():
             return self.fed(*sources, packing.valid)
+        if self.recompute_ffn is Recompute.full and sources[-1].shape[0] > PIECE_TOKENS:
+            return self._fed_in_pieces(*sources, packing=packing)
         return sources[-1] + again(feed, *sources, on=half and self.recompute_ffn is Recompute.full)
+
+    def _fed_in_pieces(self, *sources: Tensor, packing: Packing) -> Tensor:
+        """As ``_fed``, piece by piece along the sequence, so that only one piece's values exist at once."""
+        valid = packing.valid.chunk(self.tp_group.size())[self.tp_group.rank()]
+        pieces = zip(*(x.split(PIECE_TOKENS) for x in (*sources, valid)), strict=True)
+        return torch.cat([again(self._fed, *piece, on=True) for piece in pieces])
 
     def _fed(self, *sources_valid: Tensor) -> Tensor:
         """The prefix after the feed-forward, of tensors alone: sources, and bool [s], False on padding."""

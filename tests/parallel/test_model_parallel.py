@@ -33,7 +33,7 @@ GATHER = schema.Dispatcher.allgather
 LAYOUTS = [
     ("dp2", SIX, {"world": 2}),
     ("tp2", SIX, {"tp": 2}),
-    ("cp2", SIX, {"cp": 2}),
+    ("cp2", SIX, {"cp": 2, "cuda_graphs": True}),
     ("ep2", SIX, {"ep": 2, "world": 2}),
     ("pp2", SIX, {"pp": 2}),
     ("pp2x2", SIX, {"pp": 2, "vp": 2}),

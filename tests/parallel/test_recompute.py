@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from k3train.config.schema import Parallel, Recompute
+from k3train.model import layer
 from k3train.parallel.groups import stop_groups
 from k3train.plan.counts import kda_layers, mla_layers
 from k3train.router.router import K3Router
@@ -35,6 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "moe full": {"recompute_moe": FULL},
     "dense full": {"recompute_dense": FULL},
     "full but moe": {"recompute": FULL, "recompute_moe": SELECTIVE},
+    "full in pieces": {"recompute": FULL},
 }
 MICRO = make_micro((0, 1, 17, 36, 40), MODEL.vocab_size, 0)
 
@@ -45,6 +47,7 @@ def _policies(rank: int, degrees: dict[str, int], names: list[str]) -> dict[str,
     for name in names:
         chunks, groups = model_step.build(MODEL, {**degrees, **POLICIES[name]}, randomise)
         (chunk,) = chunks
+        layer.PIECE_TOKENS = 9 if "pieces" in name else 65536
         place = model_step.packing(MICRO, groups)
         part = slice(place.start, place.stop)
         before = torch.get_rng_state()
