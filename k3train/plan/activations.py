@@ -18,8 +18,10 @@ from k3train.plan.recompute import RecomputePlan
 _FP32 = 4
 _ROUTE_BYTES = 24
 """Of one choice of a token: expert (int64), its place among the rows (int64), score and weight (fp32)."""
-_LOGITS_AT_ONCE = 2**28
-"""Elements of the logits that the output head computes at a time."""
+_LOGITS_AT_ONCE, _LOGITS_KEPT = 2**28, 2**31
+"""Elements of the logits that the output head computes at a time, and that it keeps if nothing is made again."""
+_PIECE_TOKENS = 65536
+"""Tokens of a rank that a fully recomputed feed-forward works on at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +107,26 @@ class Activations:
     def working(self, pp_rank: int) -> int:
         """Bytes that come and go in the backward pass at its fullest.
 
-        They are what one sublayer, or one layer, computes again; or, in the output head, logits and the
-        gradient of its weight in fp32 and in the model's dtype.
+        They are what one sublayer, or one layer, computes again; or, in the output head, logits and what
+        stands for the gradient of its weight.
         """
         again = 0
         for chunk in range(self.layout.vp):
             for layer in chunk_layers(self.layout, pp_rank, chunk):
                 policies = self.recompute.of_layer(self.model, layer)
                 parts = [part.again_under(p) for part, p in zip(self.sublayers(layer), policies, strict=True)]
+                if policies[1] is Recompute.full and self.own > _PIECE_TOKENS:
+                    parts[1] = parts[1] * _PIECE_TOKENS // self.own
                 whole = policies == (Recompute.full, Recompute.full)
                 again = max(again, sum(parts) + self.hidden if whole else max(parts))
         if pp_rank < self.layout.pp - 1:
             return again
         rows = self.model.vocab_size // self.layout.tp
-        logits = min(_LOGITS_AT_ONCE, self.gathered * rows) * self.width
-        weight = rows * self.model.hidden_size * (_FP32 + self.width)
+        at_once = _LOGITS_AT_ONCE if self.recompute.saves_memory else _LOGITS_KEPT
+        logits = min(at_once, self.gathered * rows) * self.width
+        if self.model.mtp.num_layers and not self.recompute.saves_memory:
+            logits *= 2
+        weight = rows * self.model.hidden_size * self.width
         return max(again, logits + weight + self.gathered * self.model.hidden_size * self.width)
 
     def _input(self, gathered_once: bool = True) -> int:
