@@ -19,7 +19,7 @@ _FP32 = 4
 _ROUTE_BYTES = 24
 """Of one choice of a token: expert (int64), its place among the rows (int64), score and weight (fp32)."""
 _LOGITS_AT_ONCE, _LOGITS_KEPT = 2**28, 2**31
-"""Elements of the logits that the output head computes at a time, and that it keeps if nothing is made again."""
+"""Elements of the logits that the output head computes at a time, and keeps if nothing is made again."""
 _PIECE_TOKENS = 65536
 """Tokens of a rank that a fully recomputed feed-forward works on at a time."""
 
