@@ -212,7 +212,7 @@ class Parallel:
     recompute_dense: Recompute | None = None
     """Feed-forwards of the leading dense layers."""
     dispatcher: Dispatcher = Dispatcher.alltoall
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     """On a GPU, replay feed-forwards as CUDA graphs if nothing of them is sent or recomputed; not with pp."""
 
 
