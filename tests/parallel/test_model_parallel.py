@@ -94,7 +94,7 @@ def test_layout_trains_as_one_rank(request, model, layout, optim):
     # A token whose margin rounds across a histogram bin moves a selection bias by a part of that bin.
     biases = {key for key in want.trained if key.endswith("router.bias")}
     bias = max(float((got.trained[key] - want.trained[key]).abs().max()) for key in biases)
-    step, _ = difference(
+    step, moved = difference(
         {key: value for key, value in got.trained.items() if key not in biases},
         {key: value for key, value in want.trained.items() if key not in biases},
     )
@@ -106,7 +106,7 @@ def test_layout_trains_as_one_rank(request, model, layout, optim):
     assert norms[0] < 2e-6
     assert max(norms) < 1e-4
     assert gradient < 1e-5, which
-    assert step < 5e-6
+    assert step < 1e-5, moved
     assert bias < 3 / model.moe.router.quantile.bins
 
 
