@@ -75,7 +75,9 @@ class _Recording:
         sources = [x for x in self.inputs if x.requires_grad]
         with _record(self.backward):
             wanted = [*sources, *aliases.values()]
-            grads = list(torch.autograd.grad(out, wanted, self.grad, retain_graph=True, allow_unused=True))
+            grads: list[Any] = list(
+                torch.autograd.grad(out, wanted, self.grad, retain_graph=True, allow_unused=True)
+            )
             found = {id(x): grads.pop(0) for x in sources}
             for i, alias in enumerate(aliases.values()):
                 total = main_grad(alias)

@@ -29,9 +29,9 @@ def add_in_products(model: nn.Module) -> None:
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
             wgrad_gemm_accum_fp32=add, wgrad_gemm_accum_fp16=add
         )
-    for module in model.modules():
-        if hasattr(module, "gradient_accumulation_fusion"):
-            module.gradient_accumulation_fusion = True  # pyright: ignore[reportAttributeAccessIssue]
+    linears: list[Any] = [m for m in model.modules() if hasattr(m, "gradient_accumulation_fusion")]
+    for module in linears:
+        module.gradient_accumulation_fusion = True
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

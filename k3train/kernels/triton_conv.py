@@ -6,6 +6,7 @@ c channels in p equal parts, w taps.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 

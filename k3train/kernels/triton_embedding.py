@@ -1,6 +1,7 @@
 """The embedding's gradient as a Triton kernel. Import only where a GPU is: this imports Triton."""
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ written once. Legend: t rows sorted by expert, k inputs, n outputs.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """SiTU-GLU as Triton kernels, for bf16 on a GPU. Import only where a GPU is: this imports Triton."""
 
-# pyright: reportMissingImports=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     reduce_from_tensor_model_parallel_region,
@@ -21,11 +23,12 @@ class TokenEmbedding(VocabParallelEmbedding):
         Every rank of tp must call this.
         """
         assert self.weight is not None
+        group: Any = self.tp_group
         out = embed(tokens.long() - self.vocab_start_index, self.weight)
         if self.reduce_scatter_embeddings:
             # Data format change to avoid explicit transposes: [b s h] -> [s b h].
             out = out.transpose(0, 1).contiguous()
-            return reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
-        if self.tp_group.size() > 1:
-            return reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(out, group=group)
+        if group.size() > 1:
+            return reduce_from_tensor_model_parallel_region(out, group=group)
         return out

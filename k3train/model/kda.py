@@ -186,12 +186,14 @@ class KdaAttention(MegatronModule):
         """x [s, b, hidden], s of all tensor parallel ranks -> this rank's share [s / tp, b, hidden]."""
         weights = (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.f_a)
         # [s, b, channels] -> [b, s, channels]
-        *qkv, gate, beta, decay = (y.transpose(0, 1) for y in linears(x, [each.weight for each in weights]))
+        inputs: list[Any] = [each.weight for each in weights]
+        *qkv, gate, beta, decay = (y.transpose(0, 1) for y in linears(x, inputs))
 
         def mixed(*qkv_decay: Tensor) -> tuple[Tensor, ...]:
             *qkv, decay = qkv_decay
             taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
             mixed = short_conv_parts(tuple(qkv), taps, packing, self.cp)
+            assert self.f_b.weight is not None
             return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, self.f_b.weight))
 
         def attended(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class K3Layer(MegatronModule):
         sources = advance(
             sources, attended if self.starts_block else sources[-1] + attended, self.starts_block
         )
-        if self.graphs and self.ffn.is_repeatable():
+        if self.graphs and self.ffn.is_repeatable():  # pyright: ignore[reportCallIssue]
             return self.fed(*sources, packing.valid)
         if self.recompute_ffn is Recompute.full and sources[-1].shape[0] > PIECE_TOKENS:
             return self._fed_in_pieces(*sources, packing=packing)
