@@ -20,7 +20,7 @@ from k3train.kernels.main_grad import added, main_grad
 
 
 class Graphed:
-    """``function`` of tensors, with the parameters of ``modules``; the same numbers, launched at once.
+    """Calls one function of tensors and of the parameters of ``modules``: the same numbers, launched at once.
 
     The first pass runs as it is, which compiles its kernels; the second of the same shapes is recorded, then
     replayed, as are all later ones. Only training passes are: with gradients on, on a GPU. Between a forward
@@ -28,26 +28,26 @@ class Graphed:
     memory of one pass stays with the recording.
     """
 
-    def __init__(self, function: Callable[..., Tensor], modules: list[nn.Module]) -> None:
-        self.function, self.modules = function, modules
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
         self.recordings: dict[Any, _Recording | None] = {}
         """By shapes of the inputs; None after their first pass. The first that comes back is recorded."""
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        """The value of the function. The next pass overwrites it, and the gradients of the inputs."""
+    def __call__(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """``function(*inputs)``, where ``function`` is the same in every call. The next pass overwrites it, and the gradients of the inputs."""
         if not (inputs[0].is_cuda and torch.is_grad_enabled() and self.modules[0].training):
-            return self.function(*inputs)
+            return function(*inputs)
         if any(module._forward_hooks for module in self.modules):  # somebody looks at single modules
-            return self.function(*inputs)
+            return function(*inputs)
         key = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
         recording = self.recordings.get(key)
         if recording is None:
             if key not in self.recordings or any(self.recordings.values()):
                 self.recordings[key] = None
-                return self.function(*inputs)
-            recording = self.recordings[key] = _Recording(self.function, self.modules, inputs)
+                return function(*inputs)
+            recording = self.recordings[key] = _Recording(function, self.modules, inputs)
         if recording.is_busy():
-            return self.function(*inputs)
+            return function(*inputs)
         out = _Replay.apply(recording, *inputs, *recording.parameters)
         assert isinstance(out, Tensor)
         return out

@@ -46,7 +46,7 @@ class K3Layer(MegatronModule):
         self.ffn_norm = RmsNorm(config, config.k3.hidden_size)
         self.ffn = make_ffn(config, index, pg_collection)
         self.graphs = config.cuda_graphs and self.recompute_ffn is Recompute.none
-        self.fed = Graphed(self._fed, [self.ffn, self.ffn_norm, self.ffn_mix])
+        self.fed = Graphed([self.ffn, self.ffn_norm, self.ffn_mix])
 
     def forward(self, *sources: Tensor, packing: Packing) -> Tensor:
         """The new running prefix from the finished blocks and the running prefix, each [s, b, hidden].
@@ -65,7 +65,7 @@ class K3Layer(MegatronModule):
             sources, attended if self.starts_block else sources[-1] + attended, self.starts_block
         )
         if self.graphs and self.ffn.is_repeatable():  # pyright: ignore[reportCallIssue]
-            return self.fed(*sources, packing.valid)
+            return self.fed(self._fed, *sources, packing.valid)
         if self.recompute_ffn is Recompute.full and sources[-1].shape[0] > PIECE_TOKENS:
             return self._fed_in_pieces(*sources, packing=packing)
         return sources[-1] + again(feed, *sources, on=half and self.recompute_ffn is Recompute.full)
