@@ -34,7 +34,10 @@ class Graphed:
         """By shapes of the inputs; None after their first pass. The first that comes back is recorded."""
 
     def __call__(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """``function(*inputs)``, where ``function`` is the same in every call. The next pass overwrites it, and the gradients of the inputs."""
+        """``function(*inputs)``, the same function in every call.
+
+        The next pass overwrites the result and the gradients of the inputs.
+        """
         if not (inputs[0].is_cuda and torch.is_grad_enabled() and self.modules[0].training):
             return function(*inputs)
         if any(module._forward_hooks for module in self.modules):  # somebody looks at single modules
