@@ -141,6 +141,5 @@ def test_kernels_equal_plain_torch() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
-    assert len(errors) == 24, errors
-    assert len(errors) == 30, errors
+    assert len(errors) == 34, errors
     assert {name: e for name, e in errors.items() if not e < 1} == {}
