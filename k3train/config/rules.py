@@ -196,15 +196,19 @@ def _offload(run: Run) -> Problems:
     optim = run.optim
     if optim.offload is Offload.none:
         return
-    others = (
+    settings = (
         ("optim.optimizer", optim.optimizer is Optimizer.muon, "muon", "adamw"),
         ("optim.qk_clip.enabled", optim.qk_clip.enabled, "true", "false"),
     )
-    for key, on, value, instead in others:
-        if on:
-            rule = f"updates with AdamW on the host, which {key} = {value} cannot reach"
-            fix = f"Use {key}={instead}, or optim.offload=none"
-            yield ConfigProblem("optim.offload", optim.offload.value, rule, fix, "optim.offload", (key,))
+    on = [(key, value, instead) for key, is_on, value, instead in settings if is_on]
+    if on:
+        rule = (
+            "updates with AdamW on the host, out of reach of "
+            f"{' and '.join(f'{key} = {value}' for key, value, _ in on)}"
+        )
+        fix = f"Use {' '.join(f'{key}={instead}' for key, _, instead in on)}, or optim.offload=none"
+        keys = tuple(key for key, *_ in on)
+        yield ConfigProblem("optim.offload", optim.offload.value, rule, fix, "optim.offload", keys)
 
 
 def _sources(run: Run) -> Problems:

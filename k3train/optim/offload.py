@@ -5,6 +5,7 @@ DeepSpeed compiles its CPU Adam for the machine's own instructions when it is fi
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -113,6 +114,8 @@ def host_adam() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Importing it would make torch ask another library for GPUs from then on.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    # What it says while it builds is said in one sentence when it fails.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     scripts = sysconfig.get_path("scripts")  # where pip puts ninja, whether or not the environment is active
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), scripts])

@@ -83,8 +83,12 @@ def _write_shard(path: Path, shard: Sequence[Planned], values: Callable[[Planned
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in shard:
-            value = values(tensor)
-            assert (value.dtype, tuple(value.shape)) == (tensor.dtype, tensor.shape), tensor.name
-            file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+            # Nothing here keeps one value, which may be part of a stack, while the next is read.
+            file.write(_bytes(tensor, values(tensor)))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _bytes(tensor: Planned, value: Tensor) -> memoryview:
+    assert (value.dtype, tuple(value.shape)) == (tensor.dtype, tensor.shape), tensor.name
+    return value.contiguous().view(-1).view(torch.uint8).numpy().data
