@@ -218,8 +218,15 @@ def drill(arguments: list[str]) -> int:
     return play(rows, kills=options.kills, seed=options.seed, folder=options.dir)
 
 
+def bench(arguments: list[str]) -> int:
+    """Time kernels and the whole model against peers on this machine; `bench kda --audit`: their numbers."""
+    from k3train.bench.command import bench as run
+
+    return run(_parser("bench", bench), arguments)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
-    v.__name__: v for v in (train, show, check, data, sample, balance, convert, drill)
+    v.__name__: v for v in (train, show, check, data, sample, balance, convert, drill, bench)
 }
 
 
