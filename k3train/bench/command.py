@@ -81,7 +81,7 @@ def _show(files: list[str], console: Console) -> int:
         raise BadInput(f"show takes one file to print or two to compare, not {len(files)}")
     records = [read_record(Path(file)) for file in files]
     if len(records) == 2:
-        print_comparison(*records, console)
+        print_comparison(records[0], records[1], console)
     else:
         _print(records[0], console)
     return 0
