@@ -157,11 +157,12 @@ def draw_training(results: dict[str, Any], out: Path, name: str) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """A Markdown table of training runs: mean over seeds, and least and largest."""
-    lines = ["| rule | held-out loss | max violation, last 10 steps | dead experts | median step, s |"]
-    lines.append("|---|---|---|---|---|")
+    lines = ["| rule | seeds | held-out loss | max violation, last 10 steps | dead experts | median step, s |"]
+    lines.append("|---|---|---|---|---|---|")
     for rule, seeds in results["runs"].items():
         runs = list(seeds.values())
         cells = [
+            ", ".join(seeds),
             spread([run["heldout_loss"] for run in runs], 3),
             spread([statistics.mean(run["max_violation"][-10:]) for run in runs], 2),
             spread([statistics.mean(run["dead_experts"][-10:]) for run in runs], 1),

@@ -19,8 +19,30 @@ def load(name: str) -> ModuleType:
     return module
 
 
-simulation = load("simulate_routers")
+simulation, plots = load("simulate_routers"), load("plot_balance")
 comparison = load("compare_optimizers")
+PAGE = STUDIES.parent / "quantile_balancing.md"
+
+
+def test_the_page_shows_the_committed_results() -> None:
+    page, found = PAGE.read_text(), plots.tables(STUDIES / "results")
+    assert {"start", "bins", "smoothing", "debug", "h200"} <= found.keys()
+    for title, table in found.items():
+        assert table in page, title
+    for title in ("start", "bins", "smoothing", "clusters", "debug", "h200"):
+        assert f"studies/figures/{title}.svg" in page
+        assert (STUDIES / "figures" / f"{title}.svg").read_text().startswith("<?xml")
+
+
+def test_896_experts_are_balanced_in_six_steps() -> None:
+    """The committed result: below 0.25 by step 6 in every seed, and more than 100 steps for the sign rule."""
+    start = json.loads((STUDIES / "results" / "simulation.json").read_text())["start"]
+    assert (start["experts"], start["top_k"], start["seeds"]) == (896, 16, 3)
+    assert start["floor"] < 0.25
+    for curve in start["max_violation"]["quantile"]:
+        assert curve[0] > 10
+        assert max(curve[5:]) < 0.25
+    assert all(len(curve) > 100 for curve in start["max_violation"]["sign 0.001"])
 
 
 def test_quantile_balances_in_six_steps_what_the_sign_rule_does_not_in_a_hundred() -> None:

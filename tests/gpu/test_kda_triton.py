@@ -13,11 +13,11 @@ pytestmark = [pytest.mark.gpu]
 
 
 def check(got: list[torch.Tensor], want: list[torch.Tensor], x: list[torch.Tensor]) -> None:
-    """Relative errors of o and the gradients of x; dA_log's to its terms, whose sum may be near zero."""
+    """Relative errors of o and the gradients of x; dA_log is a sum near zero, so its terms count as well."""
     for name, a, b in zip(NAMES, got, want, strict=True):
         if name == "dA_log":
             terms = want[4] * (x[3].detach().double() + x[6].detach().double().view(x[3].shape[2:]))
-            assert float((a.double() - b).norm() / terms.norm()) < 3e-2, name
+            assert (a.double() - b).norm() < 1e-2 * b.norm() + 3e-2 * terms.norm(), name
         else:
             assert run.relative(a, b) < 1e-2, name
 
