@@ -157,7 +157,9 @@ def draw_training(results: dict[str, Any], out: Path, name: str) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """A Markdown table of training runs: mean over seeds, and least and largest."""
-    lines = ["| rule | seeds | held-out loss | max violation, last 10 steps | dead experts | median step, s |"]
+    lines = [
+        "| rule | seeds | held-out loss | max violation, last 10 steps | dead experts | median step, s |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     for rule, seeds in results["runs"].items():
         runs = list(seeds.values())
@@ -210,16 +212,20 @@ def bins_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def trainings(results: Path) -> dict[str, dict[str, Any]]:
+    """What collect_balance.py wrote into ``results``, by file name."""
+    files = (path for path in sorted(results.glob("*.json")) if path.name != SIMULATION)
+    found = {path.stem: json.loads(path.read_text()) for path in files}
+    return {name: content for name, content in found.items() if "experts" in content}
+
+
 def tables(results: Path) -> dict[str, str]:
     """Every table of the page by its title, from the result files in ``results``."""
-    found = {}
-    for path in sorted(results.glob("*.json")):
-        content = json.loads(path.read_text())
-        if path.name == SIMULATION:
-            makers = {"start": start_table, "bins": bins_table, "smoothing": smoothing_table}
-            found |= {name: make(content[name]) for name, make in makers.items() if name in content}
-        else:
-            found[path.stem] = table(content)
+    found = {name: table(content) for name, content in trainings(results).items()}
+    if (results / SIMULATION).exists():
+        content = json.loads((results / SIMULATION).read_text())
+        makers = {"start": start_table, "bins": bins_table, "smoothing": smoothing_table}
+        found |= {name: make(content[name]) for name, make in makers.items() if name in content}
     return found
 
 
@@ -247,10 +253,8 @@ def main() -> None:
         for name, draw in drawings.items():
             if name in found:
                 draw(found[name], options.out)
-    for path in sorted(options.results.glob("*.json")):
-        if path != simulation:
-            results = json.loads(path.read_text())
-            draw_training(results, options.out, path.stem)
+    for name, content in trainings(options.results).items():
+        draw_training(content, options.out, name)
     for title, text in tables(options.results).items():
         print(f"\n{title}\n\n{text}")
 

@@ -70,9 +70,11 @@ class BalanceRule(nn.Module):
         Arguments are theirs with a first dimension of layers. A rule whose arithmetic takes many small
         kernels does it for all layers at once.
         """
-        each = list(zip(rules, biases, bounds, loads, statistics, strict=True))
-        saturated = [rule.saturated(load, numbers) for rule, _, _, load, numbers in each]
-        new = [rule.next_bias(*arguments, group) for rule, *arguments in each]
+        new, saturated = [], []
+        each = zip(rules, biases, bounds, loads, statistics, strict=True)
+        for rule, bias, ends, load, numbers in each:
+            new.append(rule.next_bias(bias, ends, load, numbers, group))
+            saturated.append(rule.saturated(load, numbers))
         return torch.stack(new), torch.stack(saturated)
 
     def reset(self) -> None:
