@@ -251,12 +251,11 @@ def _order(run: Run) -> Problems:
         rule = f"names the stage '{name}' more than once"
         yield ConfigProblem(key, order, rule, "Name every stage once", "curriculum.repeated-stage")
     if order:
-        for name in [name for name in stages if name not in order]:
-            rule = "is a stage that curriculum.order does not name"
-            fix = f"Add {name} to curriculum.order or remove the stage"
-            yield ConfigProblem(
-                f"curriculum.stages.{name}", None, rule, fix, "curriculum.unused-stage", (key,)
-            )
+        unused = ", ".join(name for name in stages if name not in order)
+        if unused:
+            rule = f"leaves out stages that curriculum.stages has: {unused}"
+            fix = f"Add {unused}, or write a curriculum file without them"
+            yield ConfigProblem(key, order, rule, fix, "curriculum.unused-stage")
 
 
 def _growing_contexts(run: Run) -> Problems:

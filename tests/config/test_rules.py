@@ -85,8 +85,8 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "curriculum.unused-stage",
         {"curriculum.stages.more": {"context_tokens": 256, "tokens": 512, "batch_tokens": 256}},
-        "curriculum.stages.more",
-        "Add more",
+        "curriculum.order",
+        "Add more, or write",
     ),
     ("stage.mix-source", {f"{AT}.mix": {"cod": 1.0}}, f"{AT}.mix.cod", "mean code?"),
     (
