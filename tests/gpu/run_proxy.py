@@ -74,25 +74,6 @@ def profile(title: str, run: Callable[[], Any], rows: int = 22) -> None:
         print(f"{ms:8.2f} ms {100 * ms / total:5.1f}% {e.count:5d}x  {e.key[:110]}")
 
 
-def random_documents(n: int, documents: int, vocabulary: int) -> Any:
-    """Documents of n random ids each."""
-    import numpy as np
-
-    from k3train.data.batch import MicroBatch
-
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (documents, n + 2)).astype(np.int32)
-    labels, labels_mtp = tokens[:, 1:-1].copy(), tokens[:, 2:].copy()
-    labels[:, -1] = labels_mtp[:, -2:] = -100
-    return MicroBatch(
-        tokens=tokens[:, :-2].ravel(),
-        labels=labels.ravel(),
-        labels_mtp=labels_mtp.ravel(),
-        cu_seqlens=np.arange(0, documents * n + 1, n, dtype=np.int32),
-        valid=np.ones(documents * n, bool),
-        documents=[],
-    )
-
-
 def main(overrides: list[str]) -> None:
     """Build, time, profile."""
     run = compose(["experiment=proxy_gpu", *overrides])
@@ -100,6 +81,7 @@ def main(overrides: list[str]) -> None:
     start_processes(device, timeout_seconds=600)
     seed_everything(run.seed)
 
+    from k3train.bench.case_model import random_documents
     from k3train.data.device import to_device
     from k3train.kernels.describe import describe_kernels
     from k3train.optim.build import allocate_state
