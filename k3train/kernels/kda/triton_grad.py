@@ -51,6 +51,8 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     left = gl.load(chunks + 2 * i_c + 1)
     b = i_c * H + i_h
     s = gl.allocate_shared_memory(gl.bfloat16, [5, C, V], do.layout)
+    # allocated here, or it would get the place of s, which running products still read
+    out = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], pairs.layout)
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=1)
     mbarrier.expect(bar, 5 * 2 * C * V)
@@ -81,7 +83,6 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     xv = warpgroup_mma(s.index(1), s.index(4).permute((1, 0)), zero, use_acc=False, is_async=True)
     dd = on_diagonal(dA, i, j)
     xu = on_diagonal(dB, i, j)
-    out = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], pairs.layout)
     out.index(0).store(bf16(gl.where(i > j, dA, 0.0)))
     out.index(1).store(bf16(gl.where(i > j, 0.0 - dB, 0.0)))
     fence_async_shared()
@@ -97,6 +98,7 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     gl.store(ps + 2 * C, 2.0 * xu * (1.0 + em) - on_diagonal(xv, i, j))
     gl.store(db + pb, (xu * em).to(db.dtype.element_ty), mask=inside)
     tma.store_wait(0)
+    mbarrier.invalidate(bar)
 
 
 @gluon.jit
@@ -416,3 +418,5 @@ def kda_grad(
     b64 = b.to(gl.int64)
     gl.store(dAp + b64 * ND + i_d, gl.sum(dA0 + dA1, 0))
     gl.store(dbp + b64 * D + i_d * BD + ch, db0 + db1)
+    mbarrier.invalidate(bar)
+    mbarrier.invalidate(z_bar)

@@ -203,6 +203,7 @@ def kda_prep(
     put_score(aqk, akk, s1, 32, 32, True, SC)
     put_score(aqk, akk, s2, 32, 0, False, SC)
     tma.store_wait(0)
+    mbarrier.invalidate(bar)
 
 
 @gluon.jit
@@ -278,3 +279,4 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     gl.thread_barrier()
     tma.async_copy_shared_to_global(tb, [row, 0], out)
     tma.store_wait(0)
+    mbarrier.invalidate(bar)
