@@ -16,7 +16,7 @@ def mix(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -
 
     sources: w tensors [..., c] of one dtype; query and norm_weight [c], fp32. The RMSNorm is on keys only,
     with no 1/sqrt(c). Arithmetic is fp32 or better, the result [..., c] has the sources' dtype. Backward
-    keeps the sources and nothing else of their size; it recomputes the weights. On a GPU both are one kernel.
+    keeps the sources and, on a GPU, the result; it recomputes the weights. On a GPU both are one kernel.
 
     A single source has weight 1: it is returned, and query and norm weight get zero gradients, so that every
     parameter takes part in every backward pass.
@@ -39,15 +39,17 @@ class _Mix(torch.autograd.Function):
     def forward(ctx, query: Tensor, norm_weight: Tensor, eps: float, *sources: Tensor) -> Tensor:
         ctx.eps = eps
         if len(sources) == 1:
-            ctx.save_for_backward(query, norm_weight, None, *sources)
+            ctx.save_for_backward(query, norm_weight, None, None, *sources)
             return sources[0].view_as(sources[0])
         if fits_row_kernel(sources[0]):
             from k3train.kernels import triton_mix
 
             out, logsum = triton_mix.forward([as_rows(s) for s in sources], query * norm_weight, eps)
-            ctx.save_for_backward(query, norm_weight, logsum, *sources)
-            return out.view(sources[0].shape)
-        ctx.save_for_backward(query, norm_weight, None, *sources)
+            out = out.view(sources[0].shape)
+            # what comes next, a norm, keeps its input as well: the same memory
+            ctx.save_for_backward(query, norm_weight, logsum, out, *sources)
+            return out
+        ctx.save_for_backward(query, norm_weight, None, None, *sources)
         weights = _scores(sources, query * norm_weight, eps)[0].softmax(0)
         out = torch.zeros_like(sources[0], dtype=weights.dtype)
         for weight, source in zip(weights, sources, strict=True):
@@ -56,7 +58,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, norm_weight, logsum, *sources = ctx.saved_tensors
+        query, norm_weight, logsum, out, *sources = ctx.saved_tensors
         if len(sources) == 1:
             return torch.zeros_like(query), torch.zeros_like(norm_weight), None, grad
         direction = query * norm_weight
@@ -64,7 +66,9 @@ class _Mix(torch.autograd.Function):
             from k3train.kernels import triton_mix
 
             rows = [as_rows(s) for s in sources]
-            grad_direction, grads = triton_mix.backward(as_rows(grad), rows, direction, logsum, ctx.eps)
+            grad_direction, grads = triton_mix.backward(
+                as_rows(grad), rows, direction, as_rows(out), logsum, ctx.eps
+            )
             grads = [g.view(s.shape) for g, s in zip(grads, sources, strict=True)]
             return grad_direction * norm_weight, grad_direction * query, None, *grads
         logits, dots, scales = _scores(sources, direction, ctx.eps)

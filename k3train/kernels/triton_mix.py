@@ -1,7 +1,7 @@
 """The mix over depth as Triton kernels. Import only where a GPU is: this imports Triton.
 
-One program holds all channels of a token, so every source is read once in the forward pass and, from the
-cache, twice in the backward pass. Legend: n tokens, w sources, c channels.
+One program holds all channels of a token, so every source is read once in each direction; the next one is
+loaded while sums over the channels of one are taken. Legend: n tokens, w sources, c channels.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WARPS = 8448
-"""Warps of the backward pass, 64 on each processor; each program leaves a partial sum."""
+_WARPS = 2112
+"""Warps of the backward pass, 16 on each of 132 processors; each program leaves a partial sum."""
 
 
 def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -34,18 +34,24 @@ def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tenso
         eps,
         W=len(sources),
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=max(1, min(16, block // 512)),
+        maxnreg=64,  # more make it slower: fewer tokens at a time
     )
     return out, logsum
 
 
 def backward(
-    grad: Tensor, sources: list[Tensor], direction: Tensor, logsum: Tensor, eps: float
+    grad: Tensor, sources: list[Tensor], direction: Tensor, out: Tensor, logsum: Tensor, eps: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of the direction, fp32 [c], and of each source, [n, c]; ``grad`` [n, c]."""
+    """Gradients of the direction, fp32 [c], and of each source, [n, c]; ``grad`` [n, c].
+
+    ``out`` and ``logsum`` are the forward pass' results. ``grad . out`` stands for the sum of the weighted
+    ``grad . source`` (as in flash attention), so that sources are read once.
+    """
     n, c = sources[0].shape
     block = triton.next_power_of_2(c)
-    programs = min(n, _WARPS // _warps(block))
+    warps = max(1, min(16, block // 1024))
+    programs = min(n, _WARPS // warps)
     partial = torch.empty(programs, c, dtype=torch.float32, device=grad.device)
     grads = [torch.empty(n, c, dtype=source.dtype, device=source.device) for source in sources]
     strides = tuple(source.stride(0) for source in sources)
@@ -55,6 +61,7 @@ def backward(
         tuple(sources),
         strides,
         direction,
+        out,
         logsum,
         tuple(grads),
         partial,
@@ -63,13 +70,9 @@ def backward(
         eps,
         W=len(sources),
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=warps,
     )
     return partial.sum(0), grads
-
-
-def _warps(block: int) -> int:
-    return max(1, min(16, block // 256))
 
 
 @triton.jit
@@ -83,6 +86,11 @@ def _add_three(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
+def _load(sources, strides, i: tl.constexpr, row, channel, inside):
+    return tl.load(sources[i] + row * strides[i] + channel, mask=inside, other=0.0)
+
+
+@triton.jit
 def _mix_forward(
     sources, strides, direction, out, logsum, channels, eps, W: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -93,8 +101,11 @@ def _mix_forward(
     top = -float("inf")
     total = 0.0
     mixed = tl.zeros([BLOCK], tl.float32)
+    coming = _load(sources, strides, 0, row, channel, inside)
     for i in tl.static_range(W):
-        v = tl.load(sources[i] + row * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
+        v = coming.to(tl.float32)
+        if i + 1 < W:
+            coming = _load(sources, strides, i + 1, row, channel, inside)
         dot, square = tl.reduce((v * u, v * v), 0, _add_two)
         logit = dot * tl.rsqrt(square / channels + eps)
         new_top = tl.maximum(top, logit)
@@ -114,6 +125,7 @@ def _mix_backward(
     sources,
     strides,
     direction,
+    out,
     logsum,
     grads,
     partial,
@@ -130,23 +142,21 @@ def _mix_backward(
     at = tl.program_id(0).to(tl.int64)
     while at < n:
         g = tl.load(grad + at * grad_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(out + at * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        coming = _load(sources, strides, 0, at, channel, inside)
         lse = tl.load(logsum + at)
-        inner = 0.0  # gradient . output
-        sums = ()
+        # sum_i weight_i (grad . source_i), known before any source is read
+        inner = tl.sum(g * y, 0)
         for i in tl.static_range(W):
-            v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
+            v = coming.to(tl.float32)
+            if i + 1 < W:
+                coming = _load(sources, strides, i + 1, at, channel, inside)
             # one reduction of three sums: a third of the barriers
             dot, square, along_grad = tl.reduce((v * u, v * v, v * g), 0, _add_three)
             scale = tl.rsqrt(square / channels + eps)
             weight = tl.exp(dot * scale - lse)
-            inner += weight * along_grad
-            sums = sums + ((dot, scale, weight, along_grad),)  # noqa: RUF005 - Triton has no unpacking
-        for i in tl.static_range(W):
-            v = tl.load(sources[i] + at * strides[i] + channel, mask=inside, other=0.0).to(tl.float32)
-            dot, scale, weight, along_grad = sums[i]
-            grad_logit = weight * (along_grad - inner)
-            along = grad_logit * scale
-            across = grad_logit * dot * scale * scale * scale / channels
+            along = weight * (along_grad - inner) * scale
+            across = along * dot * scale * scale / channels
             grad_u += along * v
             d = weight * g + along * u - across * v
             tl.store(grads[i] + at * channels + channel, d.to(grads[i].dtype.element_ty), mask=inside)
