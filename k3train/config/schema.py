@@ -211,6 +211,8 @@ class Parallel:
     """Experts, routed and shared, in decoder layers and in the MTP layer."""
     recompute_dense: Recompute | None = None
     """Feed-forwards of the leading dense layers."""
+    recompute_offload: bool = False
+    """Keep the inputs of what is fully recomputed in pinned memory of the host."""
     dispatcher: Dispatcher = Dispatcher.alltoall
     cuda_graphs: bool = True
     """On a GPU, replay feed-forwards as CUDA graphs if nothing of them is sent or recomputed; not with pp."""
@@ -232,6 +234,7 @@ class StageParallel:
     recompute_mla: Recompute | None = None
     recompute_moe: Recompute | None = None
     recompute_dense: Recompute | None = None
+    recompute_offload: bool | None = None
     dispatcher: Dispatcher | None = None
     cuda_graphs: bool | None = None
 

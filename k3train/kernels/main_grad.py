@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from k3train.kernels.adjacent import joined
 
@@ -62,6 +63,27 @@ def weight_gradients(weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> list
             add_product(main, piece.t(), x)
             out.append(added(weight))
     return out
+
+
+def part_of(weight: Tensor, dim: int, first: int, size: int) -> Tensor:
+    """Rows (``dim`` 0) or columns (1) of a parameter, [first, first + size); its gradient is added to that
+    part of ``main_grad``, if it has one. All uses of such a parameter must go this way."""
+    return _Part.apply(weight, dim, first, size)  # pyright: ignore[reportReturnType]
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dim: int, first: int, size: int) -> Tensor:
+        ctx.weight, ctx.place = weight, (dim, first, size)
+        return weight.narrow(dim, first, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        main = main_grad(ctx.weight)
+        total = torch.zeros_like(ctx.weight) if main is None else main
+        total.narrow(*ctx.place).add_(grad)
+        return total if main is None else added(ctx.weight), None, None, None
 
 
 def main_grad(weight: Any) -> Tensor | None:

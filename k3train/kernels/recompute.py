@@ -1,29 +1,67 @@
 """Values that the backward pass computes again instead of keeping.
 
-``again`` keeps only a function's inputs. ``make_again`` drops what lies between two functions: what the first
-makes is cheap to make again, and the second, which would keep it, keeps a note of how to make it. Neither
-handles random numbers: nothing in K3 draws any.
+``again`` keeps only a function's inputs, on the host if asked to. ``make_again`` drops what lies between two
+functions: what the first makes is cheap to make again, and the second, which would keep it, keeps a note of
+how to make it. Neither handles random numbers: nothing in K3 draws any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, reduce
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 
-def again(function: Callable[..., Tensor], *inputs: Tensor, on: bool) -> Tensor:
+def again(function: Callable[..., Tensor], *inputs: Tensor, on: bool, on_host: bool = False) -> Tensor:
     """``function(*inputs)``; if ``on``, only ``inputs`` are kept for its backward pass.
 
-    Re-entrant, so that the first pass runs without gradients: routers count tokens only when gradients are
-    on, that is once.
+    With ``on_host`` they are kept in the host's memory, one copy of a tensor for all calls that take it, and
+    fetched again for each. Re-entrant, so that the first pass runs without gradients: routers count tokens
+    only when gradients are on, that is once.
     """
-    if on and torch.is_grad_enabled():
+    if not (on and torch.is_grad_enabled()):
+        return function(*inputs)
+    kept = torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host) if on_host else nullcontext()
+    with kept:
         return checkpoint(function, *inputs, use_reentrant=True, preserve_rng_state=False)  # type: ignore[return-value]
-    return function(*inputs)
+
+
+def sum_again(function: Callable[..., Tensor], parts: Sequence[Any], *inputs: Tensor) -> Tensor:
+    """The sum of ``function(part, *inputs)`` over ``parts``, each made again right before its own backward
+    pass, so that only one part's values exist at a time."""
+    return reduce(torch.add, (again(partial(function, part), *inputs, on=True) for part in parts))
+
+
+class _OnHost:
+    """A tensor's copy on the host, and the memory of which it is one."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device, self.source = x.device, StorageWeakRef(x.untyped_storage())
+        self.copy = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+        self.copy.copy_(x, non_blocking=True)
+
+
+_on_host: WeakValueDictionary[Any, _OnHost] = WeakValueDictionary()
+"""Copies that some call keeps, by place, strides and version of what was copied."""
+
+
+def _to_host(x: Tensor) -> _OnHost:
+    key = _storage(x), x.storage_offset(), x.shape, x.stride(), x._version
+    kept = _on_host.get(key)
+    if kept is None or kept.source.expired():  # the memory may be another tensor's by now
+        kept = _on_host[key] = _OnHost(x)
+    return kept
+
+
+def _from_host(kept: _OnHost) -> Tensor:
+    return kept.copy.to(kept.device, non_blocking=True)
 
 
 def make_again(

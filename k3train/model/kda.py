@@ -34,9 +34,11 @@ from k3train.config import schema
 from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.kda.choose import kda
 from k3train.kernels.linear import linear, linears
+from k3train.kernels.main_grad import part_of
 from k3train.kernels.packing import Packing, make_packing
-from k3train.kernels.recompute import make_again
+from k3train.kernels.recompute import make_again, sum_again
 from k3train.kernels.short_conv import short_conv_parts
+from k3train.plan.recompute import head_slices
 
 _HEAD_SHARDED = ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv")
 """Own parameters of which each tensor-parallel rank holds its heads' rows."""
@@ -48,7 +50,8 @@ class KdaAttention(MegatronModule):
     Settings come from ``settings``, else from ``config.k3.kda``. ``A_log``, ``dt_bias``, the convolutions and
     ``o_norm`` are fp32 whatever ``config.params_dtype`` is. ``selective``: gathered inputs, convolutions,
     decays and the gated output norm are not kept for the backward pass. ``again``: the whole layer is
-    computed again right before its backward pass, so that memory kept in between is short-lived.
+    computed again right before its backward pass, so that memory kept in between is short-lived; of a long
+    sequence some heads at a time.
     """
 
     def __init__(
@@ -184,17 +187,29 @@ class KdaAttention(MegatronModule):
 
     def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
         """x [s, b, hidden], s of all tensor parallel ranks -> this rank's share [s / tp, b, hidden]."""
-        weights = (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.f_a)
+        some = partial(self._heads, packing=packing)
+        ranks = self.tp.size() * self.cp.size()
+        parts = head_slices(self.local_heads, x.shape[0] * x.shape[1], ranks) if self.again else []
+        return sum_again(some, parts, x) if len(parts) > 1 else some(None, x)
+
+    def _heads(self, heads: tuple[int, int] | None, x: Tensor, *, packing: Packing | None) -> Tensor:
+        """What all heads, or those of ``heads`` (first and number), contribute to the output."""
+        width = self.settings.head_dim
+
+        def own(weight: Tensor, size: int = width, dim: int = 0) -> Tensor:
+            return weight if heads is None else part_of(weight, dim, heads[0] * size, heads[1] * size)
+
         # [s, b, channels] -> [b, s, channels]
-        inputs: list[Any] = [each.weight for each in weights]
+        inputs: list[Any] = [own(m.weight) for m in (self.q_proj, self.k_proj, self.v_proj, self.g_proj)]  # type: ignore[arg-type]
+        inputs += [own(self.b_proj.weight, 1), self.f_a.weight]  # type: ignore[arg-type]
         *qkv, gate, beta, decay = (y.transpose(0, 1) for y in linears(x, inputs))
 
         def mixed(*qkv_decay: Tensor) -> tuple[Tensor, ...]:
             *qkv, decay = qkv_decay
-            taps = torch.cat([self.q_conv, self.k_conv, self.v_conv])
+            taps = torch.cat([own(self.q_conv), own(self.k_conv), own(self.v_conv)])
             mixed = short_conv_parts(tuple(qkv), taps, packing, self.cp)
             assert self.f_b.weight is not None
-            return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, self.f_b.weight))
+            return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, own(self.f_b.weight)))
 
         def attended(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
             return kda(
@@ -203,8 +218,8 @@ class KdaAttention(MegatronModule):
                 v,
                 z,
                 beta,
-                self.A_log,
-                self.dt_bias,
+                own(self.A_log, 1),
+                own(self.dt_bias),
                 gate_lower_bound=self.settings.gate_lower_bound,
                 packing=packing,
                 cp_group=self.cp,
@@ -215,9 +230,13 @@ class KdaAttention(MegatronModule):
             o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
             return o.flatten(2).transpose(0, 1).contiguous()
 
+        def projected(o: Tensor) -> Tensor:
+            assert self.o_proj.weight is not None
+            return self.o_proj(o)[0] if heads is None else linear(o, own(self.o_proj.weight, dim=1))
+
         o = make_again(mixed, attended, *qkv, decay, on=self.selective)
         gate = self._by_head(gate)
-        return make_again(normed, lambda o: self.o_proj(o)[0], o, gate, on=self.selective)
+        return make_again(normed, projected, o, gate, on=self.selective)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[b, s, heads * d] -> [b, s, heads, d]."""

@@ -41,6 +41,7 @@ class K3Layer(MegatronModule):
         self.attention_norm = RmsNorm(config, config.k3.hidden_size)
         self.recompute_attention, self.recompute_ffn = config.recompute.of_layer(config.k3, index)
         self.recompute_all = self.recompute_attention is self.recompute_ffn is Recompute.full
+        self.on_host = config.recompute.on_host
         self.attention = make_attention(config, index, pg_collection)
         self.ffn_mix = DepthMix(config)
         self.ffn_norm = RmsNorm(config, config.k3.hidden_size)
@@ -55,12 +56,14 @@ class K3Layer(MegatronModule):
         then on; ``advance`` keeps that account. With full recomputation only ``sources`` are kept, all but
         one of which other layers keep anyway.
         """
-        return again(partial(self._forward, packing=packing), *sources, on=self.recompute_all)
+        forward = partial(self._forward, packing=packing)
+        return again(forward, *sources, on=self.recompute_all, on_host=self.on_host)
 
     def _forward(self, *sources: Tensor, packing: Packing) -> Tensor:
         attend, feed = partial(self._attend, packing=packing), partial(self._feed, packing=packing)
         half = not self.recompute_all
-        attended = again(attend, *sources, on=half and self.recompute_attention is Recompute.full)
+        full = half and self.recompute_attention is Recompute.full
+        attended = again(attend, *sources, on=full, on_host=self.on_host)
         sources = advance(
             sources, attended if self.starts_block else sources[-1] + attended, self.starts_block
         )
@@ -68,7 +71,8 @@ class K3Layer(MegatronModule):
             return self.fed(self._fed, *sources, packing.valid)
         if self.recompute_ffn is Recompute.full and sources[-1].shape[0] > PIECE_TOKENS:
             return self._fed_in_pieces(*sources, packing=packing)
-        return sources[-1] + again(feed, *sources, on=half and self.recompute_ffn is Recompute.full)
+        full = half and self.recompute_ffn is Recompute.full
+        return sources[-1] + again(feed, *sources, on=full, on_host=self.on_host)
 
     def _fed_in_pieces(self, *sources: Tensor, packing: Packing) -> Tensor:
         """As ``_fed``, piece by piece along the sequence, so that only one piece's values exist at once."""

@@ -9,6 +9,7 @@ work whatever the documents' lengths, and one contiguous token order serves ever
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +23,17 @@ from torch import Tensor
 
 from k3train.kernels.attention import attention, attention_of_ranges
 from k3train.kernels.linear import linear, linears
+from k3train.kernels.main_grad import part_of
 from k3train.kernels.max_logits import max_logits, max_logits_of_ranges
 from k3train.kernels.packing import Packing
-from k3train.kernels.recompute import make_again
+from k3train.kernels.recompute import make_again, sum_again
 from k3train.model.config import K3Config
 from k3train.model.norm import RmsNorm
 from k3train.model.parameters import replicated_linear
 from k3train.model.query_shares import QueryShares
 from k3train.parallel.collectives import all_gather, all_to_all
 from k3train.plan.queries import head_parts
+from k3train.plan.recompute import head_slices
 
 
 class _KvUp(ColumnParallelLinear):
@@ -48,7 +51,8 @@ class GatedMla(MegatronModule):
 
     A module of its own, since megatron-core's MLA cannot be built without Transformer Engine, gathers neither
     packed documents nor context parallelism on the CPU, and knows no gate. Heads must divide by tp.
-    ``selective``: queries, keys, values and the gated output are not kept for the backward pass.
+    ``selective``: queries, keys, values and the gated output are not kept for the backward pass. ``again``:
+    the whole layer is computed again right before its backward pass; of a long sequence some heads at a time.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class GatedMla(MegatronModule):
         pg_collection: Any,
         *,
         selective: bool = False,
+        again: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config)
@@ -69,7 +74,7 @@ class GatedMla(MegatronModule):
         self.own_heads = self.local_heads // self.parts
         self.nope, self.shared, self.value = mla.qk_head_dim, mla.qk_shared_head_dim, mla.v_head_dim
         self.latent = mla.kv_lora_rank
-        self.selective = selective
+        self.selective, self.again = selective, again
         self.scale = (self.nope + self.shared) ** -0.5
         self.max_logits: Tensor | None = None
         """fp32 [heads / tp]: largest logits since the last reset, of the heads that this rank attends for."""
@@ -120,13 +125,17 @@ class GatedMla(MegatronModule):
             borders = (0, hidden_states.shape[0] * self.tp_group.size() * self.cp_group.size())
         else:
             borders = packed_seq_params.cu_seqlens
+        ranks = self.tp_group.size() * self.cp_group.size()
+        parts = head_slices(self.local_heads, hidden_states.shape[0], ranks) if self.again else []
+        if len(parts) > 1:
+            narrow = linears(hidden_states, [self.q_a.weight, self.kv_a.weight])
+            return sum_again(partial(self._heads, borders=borders), parts, hidden_states, *narrow), None
         shares = None
         if self.parts < self.cp_group.size():
             shares = QueryShares(self.cp_group, self.local_heads, borders)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self.max_logits is not None and self.training and torch.is_grad_enabled():
-                self._observe(q, k, borders, shares)
+            self._observe(q, k, borders, shares)
             if shares is None:
                 return attention(q, k, v, borders, self.scale, selective=self.selective)
             return attention_of_ranges(q, k, v, borders, shares.ranges, self.scale, selective=self.selective)
@@ -147,6 +156,32 @@ class GatedMla(MegatronModule):
             _gated, lambda x: self.o_proj(x)[0], out.reshape(gate.shape), gate, on=self.selective
         )
         return out, None
+
+    def _heads(
+        self,
+        heads: tuple[int, int],
+        hidden: Tensor,
+        query: Tensor,
+        narrow: Tensor,
+        *,
+        borders: tuple[int, ...],
+    ) -> Tensor:
+        """What the heads of ``heads`` (first and number) contribute to the output, on the only rank of tp and
+        cp; ``query`` and ``narrow`` are the compressed queries, keys and values."""
+        first, count = heads
+
+        def own(module: Any, size: int, dim: int = 0) -> Tensor:
+            return part_of(module.weight, dim, first * size, count * size)
+
+        q = linear(self.q_a_norm(query), own(self.q_b, self.nope + self.shared))
+        q = q.view(-1, count, self.nope + self.shared)
+        latent, shared = narrow.split([self.latent, self.shared], dim=-1)
+        kv = linear(self.kv_a_norm(latent), own(self.kv_b, self.nope + self.value))
+        k, v = self._expanded(kv, shared[:, 0], count)
+        self._observe(q, k, borders, None, first)
+        gate = linear(hidden, own(self.g_proj, self.value))
+        o = attention(q, k, v, borders, self.scale)
+        return linear(_gated(o.reshape(gate.shape), gate), own(self.o_proj, self.value, dim=1))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Compressed queries, compressed keys and values, and the output's gate, which tp may gather for."""
@@ -171,15 +206,20 @@ class GatedMla(MegatronModule):
         kv_rows = torch.cat([root[:, None].expand(-1, self.nope), one[:, None].expand(-1, self.value)], 1)
         return [(self.q_b.weight, q_rows.flatten()), (self.kv_b.weight, kv_rows.flatten())]
 
-    @torch.no_grad()
-    def _observe(self, q: Tensor, k: Tensor, borders: tuple[int, ...], shares: QueryShares | None) -> None:
-        assert self.max_logits is not None
-        own = self.max_logits[self.cp_group.rank() % self.parts * self.own_heads :][: self.own_heads]
-        if shares is None:
-            largest = max_logits(q, k, borders, self.scale)
-        else:
-            largest = max_logits_of_ranges(q, k, borders, shares.ranges, self.scale)
-        own.copy_(torch.maximum(own, largest))
+    def _observe(
+        self, q: Tensor, k: Tensor, borders: tuple[int, ...], shares: QueryShares | None, first: int = 0
+    ) -> None:
+        """Note the largest logits of a pass with gradient; ``first`` of this rank's heads are others."""
+        if self.max_logits is None or not self.training or not torch.is_grad_enabled():
+            return
+        first += self.cp_group.rank() % self.parts * self.own_heads
+        own = self.max_logits[first : first + q.shape[1]]
+        with torch.no_grad():
+            if shares is None:
+                largest = max_logits(q, k, borders, self.scale)
+            else:
+                largest = max_logits_of_ranges(q, k, borders, shares.ranges, self.scale)
+            own.copy_(torch.maximum(own, largest))
 
     def _queries(self, compressed: Tensor, shares: QueryShares | None) -> Tensor:
         """[n/(tp*cp), 1, q_lora] -> [rows, h/(tp*p), nope + shared], n rows without ``shares``."""
@@ -202,8 +242,12 @@ class GatedMla(MegatronModule):
         latent, shared = narrow.split([self.latent, self.shared], dim=-1)
         rows = self.own_heads * (self.nope + self.value)
         kv = self.kv_b(latent, self.cp_group.rank() % self.parts * rows, rows)
-        k, v = kv.view(-1, self.own_heads, self.nope + self.value).split([self.nope, self.value], dim=-1)
-        k = torch.cat([k, shared[:, None].expand(-1, self.own_heads, -1)], dim=-1)
+        return self._expanded(kv, shared, self.own_heads)
+
+    def _expanded(self, kv: Tensor, shared: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """k and v of ``heads`` heads from kv_b's output and the key channels [n, shared] that all share."""
+        k, v = kv.view(-1, heads, self.nope + self.value).split([self.nope, self.value], dim=-1)
+        k = torch.cat([k, shared[:, None].expand(-1, heads, -1)], dim=-1)
         return k, v
 
 

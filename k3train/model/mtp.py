@@ -37,8 +37,10 @@ class MtpLayer(MegatronModule):
         mla, moe = config.recompute.mla, config.recompute.moe
         self.recompute_attention, self.recompute_ffn = mla, moe
         self.recompute_all = mla is moe is Recompute.full
+        self.on_host = config.recompute.on_host
         selective = mla is Recompute.selective
-        self.attention = GatedMla(config, number, pg_collection, selective=selective)
+        full = mla is Recompute.full
+        self.attention = GatedMla(config, number, pg_collection, selective=selective, again=full)
         self.ffn_norm = RmsNorm(config, hidden)
         self.ffn = LatentMoe(config, number, pg_collection, selective=moe is Recompute.selective)
         self.final_norm = RmsNorm(config, hidden)
@@ -50,7 +52,7 @@ class MtpLayer(MegatronModule):
         t + 1; both, and the result, [s, b, hidden] as between sublayers.
         """
         whole = partial(self._forward, packing=packing)
-        return again(whole, hidden, next_embedding, on=self.recompute_all)
+        return again(whole, hidden, next_embedding, on=self.recompute_all, on_host=self.on_host)
 
     def _forward(self, hidden: Tensor, next_embedding: Tensor, *, packing: Packing) -> Tensor:
         x = make_again(
@@ -75,4 +77,5 @@ class MtpLayer(MegatronModule):
                 on=recompute is Recompute.selective,
             )
 
-        return again(run, x, on=recompute is Recompute.full and not self.recompute_all)
+        full = recompute is Recompute.full and not self.recompute_all
+        return again(run, x, on=full, on_host=self.on_host)

@@ -78,7 +78,22 @@ def build_optimizer(optim: Optim, chunks: Sequence[Any], groups: Groups) -> Any:
             each.init_state_fn = lambda inner, config: inner.allocate()
     elif rules or optim.qk_clip.enabled:
         _add_muon(optim, optimizer, chunks, rules, groups)
+    else:
+        for each in members(optimizer):
+            _round_in_step(each)
     return optimizer
+
+
+def _round_in_step(member: Any) -> None:
+    """On a GPU, let AdamW's kernel write bf16 parameters beside their masters, in the place of another pass
+    over both."""
+    if not isinstance(member.optimizer, adam.GroupStepAdam):
+        return
+    pairs = zip(member.shard_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
+    shards = {master: shard for some in pairs for shard, master in zip(*some, strict=True)}
+    if shards and all(shard.is_cuda and shard.dtype is torch.bfloat16 for shard in shards.values()):
+        member.optimizer.copies = shards
+        member._copy_main_params_to_model_params = lambda: None
 
 
 def _add_muon(
@@ -159,7 +174,8 @@ def set_learning_rate(optimizer: Any, value: float) -> None:
 
 @torch.no_grad()
 def gradient_norm(optimizer: Any) -> float:
-    """Global L2 norm of the gradients, which are already reduced, before clipping; the same on every rank.
+    """Global L2 norm of the gradients, which are already reduced, as they lie in their buffers; the same on
+    every rank.
 
     It is fp32 and counts every parameter once under every layout. Every rank of the world must call this
     after each backward pass, before ``apply_gradients``.
@@ -169,18 +185,19 @@ def gradient_norm(optimizer: Any) -> float:
 
 
 @torch.no_grad()
-def apply_gradients(optimizer: Any, norm: float) -> None:
-    """Clip by ``norm``, which ``gradient_norm`` has returned, and update the parameters.
+def apply_gradients(optimizer: Any, norm: float, *, divisor: int = 1) -> None:
+    """Update the parameters with gradients that are divided by ``divisor``, then clipped by ``norm``.
 
-    Every rank of the world must call this.
+    ``norm`` is that of the divided gradients: what ``gradient_norm`` has returned, over ``divisor``. Both
+    factors are applied as the update reads the gradients. Every rank of the world must call this.
     """
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
     for each in members(optimizer):
-        parameters = each.get_parameters()
-        if parameters and each.config.clip_grad > 0.0:
-            beside = each.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, each.config.clip_grad, norm, use_decoupled_grad=beside)
+        largest = each.config.clip_grad
+        clip = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
+        if isinstance(each.optimizer, MuonAdamW | HostAdam):
+            each.optimizer.factor = clip / divisor
+        else:
+            adam.set_factor(each.optimizer, clip / divisor)
     optimizer.step_with_ready_grads()
 
 

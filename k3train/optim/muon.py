@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from k3train.config import schema
+from k3train.optim.adam import set_factor
 from k3train.optim.exchange import Exchange, Matrix, Piece
 from k3train.optim.newton_schulz import orthogonalise
 from k3train.optim.qk_clip import QkClip
@@ -31,6 +32,9 @@ class MuonAdamW:
     Nesterov (docs/optim.md). B lies in the same slices as master weights and AdamW's moments, as
     ``momentum``. ``adam`` is any AdamW.
     """
+
+    factor: float = 1.0
+    """What gradients are multiplied by as a step reads them."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class MuonAdamW:
         held = [group["params"] for group in ours]
         for group in ours:
             group["params"] = []  # AdamW passes over them
+        set_factor(self.adam, self.factor)
         self.adam.step()
         for group, masters in zip(ours, held, strict=True):
             group["params"] = masters
@@ -106,9 +111,9 @@ class MuonAdamW:
         assert gradient is not None
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(master)
-        momentum = state["momentum"].mul_(self.settings.momentum).add_(gradient)
+        momentum = state["momentum"].mul_(self.settings.momentum).add_(gradient, alpha=self.factor)
         if self.settings.nesterov:
-            return gradient.add(momentum, alpha=self.settings.momentum)
+            return momentum.mul(self.settings.momentum).add_(gradient, alpha=self.factor)
         return momentum
 
     def _orthogonalise(self, matrices: list[Tensor]) -> list[Tensor]:

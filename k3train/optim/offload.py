@@ -29,8 +29,12 @@ class HostAdam:
 
     ``param_groups`` hold this rank's flat slices of the parameters themselves, bf16 or fp32 and on the
     rank's device, with their reduced fp32 gradient as ``decoupled_grad``. For each, the host has fp32 master
-    weights, moments and room for the gradient, each of the slice's length.
+    weights and moments of the slice's length. Gradients come through two rooms, each as large as the largest
+    slice: while one is used the other is filled.
     """
+
+    factor: float = 1.0
+    """What gradients are multiplied by, where they lie, before a step fetches them."""
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         """Raises Unavailable where DeepSpeed's Adam cannot be had."""
@@ -41,11 +45,11 @@ class HostAdam:
             each: each.detach().to("cpu", torch.float32, copy=True) for each in slices
         }
         """fp32 master weights on the host, by slice."""
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master, pin_memory=self.on_gpu)
-        adam = host_adam()
-        groups = [{"params": [self.masters[each] for each in group["params"]]} for group in param_groups]
-        self._adam = adam(groups, adamw_mode=True, bias_correction=False)
+        largest = max((each.numel() for each in slices), default=0)
+        self._rooms = [torch.empty(largest, pin_memory=self.on_gpu) for _ in range(2)]
+        self._adam = host_adam()(
+            [{"params": list(self.masters.values())}], adamw_mode=True, bias_correction=False
+        )
 
     @property
     def state(self) -> Any:
@@ -69,21 +73,36 @@ class HostAdam:
     def step(self) -> None:
         """Fetch the gradients, update the master weights, and write them back, rounded, as parameters."""
         self.allocate()
-        for group, inner in zip(self.param_groups, self._adam.param_groups, strict=True):
+        work: list[tuple[Any, dict[str, Any]]] = []
+        for group in self.param_groups:
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
-                inner.update(_corrected(group))
-        for each, master in self.masters.items():
-            assert master.grad is not None
-            master.grad.copy_(each.decoupled_grad, non_blocking=True)
-        if self.on_gpu:
-            torch.cuda.current_stream().synchronize()
+                work += [(each, _corrected(group)) for each in group["params"]]
+        ready = [self._fetch(i, each) for i, (each, _) in enumerate(work[:2])]
+        for i, (each, settings) in enumerate(work):
+            if self.on_gpu:
+                ready[i].synchronize()
+            room, master = self._rooms[i % 2][: each.numel()], self.masters[each]
+            self._update(master, room, settings)
+            # The gradient has been used: its room takes what goes back.
+            each.copy_(room.view(each.dtype)[: each.numel()].copy_(master), non_blocking=True)
+            if i + 2 < len(work):  # after the copy that has just been queued has read the room
+                ready.append(self._fetch(i + 2, work[i + 2][0]))
+
+    def _fetch(self, i: int, each: Any) -> Any:
+        """Fill a room with a slice's gradient; on a GPU, the event after which it is there."""
+        gradient = each.decoupled_grad
+        if self.factor != 1.0:
+            gradient.mul_(self.factor)
+        self._rooms[i % 2][: each.numel()].copy_(gradient, non_blocking=True)
+        return torch.cuda.current_stream().record_event() if self.on_gpu else None
+
+    def _update(self, master: Tensor, gradient: Tensor, settings: dict[str, Any]) -> None:
+        (inner,) = self._adam.param_groups
+        inner.update(settings, params=[master])
+        master.grad = gradient
         self._adam.step()
-        for each, master in self.masters.items():
-            # The gradient has been used: its pinned memory takes what goes back.
-            assert master.grad is not None
-            room = master.grad.view(each.dtype)[: each.numel()]
-            each.copy_(room.copy_(master), non_blocking=True)
+        master.grad = None
 
 
 def _corrected(group: dict[str, Any]) -> dict[str, Any]:

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 
 from k3train.config.schema import Model, Precision, Recompute
 from k3train.parallel.layout import Layout, chunk_layers
-from k3train.plan.borders import borders
+from k3train.plan.borders import borders, num_sources
 from k3train.plan.counts import is_mla
 from k3train.plan.queries import head_parts
-from k3train.plan.recompute import RecomputePlan
+from k3train.plan.recompute import RecomputePlan, head_slices
 
 _FP32 = 4
 _ROUTE_BYTES = 24
 """Of one choice of a token: expert (int64), its place among the rows (int64), score and weight (fp32)."""
 _LOGITS_AT_ONCE, _LOGITS_KEPT = 2**28, 2**31
 """Elements of the logits that the output head computes at a time, and keeps if nothing is made again."""
+_WHOLE = (Recompute.full, Recompute.full)
+_CHUNK = 64
+"""Tokens of a tile of KDA's kernels."""
 _PIECE_TOKENS = 65536
 """Tokens of a rank that a fully recomputed feed-forward works on at a time."""
 
@@ -32,6 +35,8 @@ class Kept:
     """Kept under ``selective`` too."""
     remade: int
     """What ``selective`` computes again."""
+    passing: int
+    """Gradients and work space that come and go while the backward pass is in this sublayer."""
 
     def under(self, policy: Recompute) -> int:
         """Bytes kept from the forward to the backward pass."""
@@ -79,12 +84,15 @@ class Activations:
         crossed = borders(self.layout, self.model.attn_res.block_layers)
         arrived = crossed[position - 1].sent if position else 1
         layers = sum(self.layer(layer) for layer in chunk_layers(self.layout, pp_rank, chunk))
-        return layers + arrived * self.hidden + (self.ends() if last else 0)
+        here = 0 if self.recompute.on_host else arrived * self.hidden
+        return layers + here + (self.ends() if last else 0)
 
     def layer(self, layer: int) -> int:
         """Bytes kept of one decoder layer: of both sublayers, and the prefix that each adds to."""
         policies = self.recompute.of_layer(self.model, layer)
-        prefixes = 1 if policies == (Recompute.full, Recompute.full) else 2
+        prefixes = 1 if policies == _WHOLE else 2
+        if self.recompute.on_host:
+            prefixes = sum(policy is not Recompute.full for policy in policies)
         kept = sum(part.under(p) for part, p in zip(self.sublayers(layer), policies, strict=True))
         return kept + prefixes * self.hidden
 
@@ -94,9 +102,15 @@ class Activations:
         attention = self._mla() if is_mla(self.model, layer) else self._kda()
         return attention, self._dense(self.model.dense_ffn_size) if dense else self._moe()
 
+    def sources(self, done: int) -> int:
+        """Bytes of what the depth mix after ``done`` layers reads."""
+        return num_sources(self.model.attn_res.block_layers, done) * self.hidden
+
     def ends(self) -> int:
         """Bytes kept after the last layer: the head's input, and the MTP layer with the head's second."""
         head = 3 * self.hidden  # mix and norm over depth, the head's input
+        if self.recompute.on_host:
+            head += self.sources(self.model.num_layers)  # others keep them on the host
         if not self.model.mtp.num_layers:
             return head
         mla, moe = self.recompute.mla, self.recompute.moe
@@ -105,20 +119,13 @@ class Activations:
         return head + self._mla().under(mla) + self._moe().under(moe) + own * self.hidden
 
     def working(self, pp_rank: int) -> int:
-        """Bytes that come and go in the backward pass at its fullest.
+        """Bytes that come and go in the backward pass at its fullest, beside all that ``chunk`` counts.
 
-        They are what one sublayer, or one layer, computes again; or, in the output head, logits and what
-        stands for the gradient of its weight.
+        They are what one sublayer, or one layer, computes again and its gradients; or, in the output head,
+        logits and what stands for the gradient of its weight.
         """
-        again = 0
-        for chunk in range(self.layout.vp):
-            for layer in chunk_layers(self.layout, pp_rank, chunk):
-                policies = self.recompute.of_layer(self.model, layer)
-                parts = [part.again_under(p) for part, p in zip(self.sublayers(layer), policies, strict=True)]
-                if policies[1] is Recompute.full and self.own > _PIECE_TOKENS:
-                    parts[1] = parts[1] * _PIECE_TOKENS // self.own
-                whole = policies == (Recompute.full, Recompute.full)
-                again = max(again, sum(parts) + self.hidden if whole else max(parts))
+        chunks = [chunk_layers(self.layout, pp_rank, chunk) for chunk in range(self.layout.vp)]
+        again = max((self._in_layer(layer) for layers in chunks for layer in layers), default=0)
         if pp_rank < self.layout.pp - 1:
             return again
         rows = self.model.vocab_size // self.layout.tp
@@ -127,7 +134,31 @@ class Activations:
         if self.model.mtp.num_layers and not self.recompute.saves_memory:
             logits *= 2
         weight = rows * self.model.hidden_size * self.width
-        return max(again, logits + weight + self.gathered * self.model.hidden_size * self.width)
+        head = logits + weight + self.gathered * self.model.hidden_size * self.width
+        return max(again - self.ends(), head)  # what the head kept is gone by then
+
+    def _in_layer(self, layer: int) -> int:
+        """What comes and goes while the backward pass is in one layer."""
+        policies = self.recompute.of_layer(self.model, layer)
+        pairs = zip(self.sublayers(layer), policies, strict=True)
+        again, passing = zip(*((part.again_under(p), part.passing) for part, p in pairs), strict=True)
+        if policies[1] is Recompute.full and self.own > _PIECE_TOKENS:
+            again, passing = (
+                (attention, ffn * _PIECE_TOKENS // self.own) for attention, ffn in (again, passing)
+            )
+        if policies != _WHOLE:
+            return max(a + p for a, p in zip(again, passing, strict=True))
+        heads = self.model.num_heads // self.layout.tp
+        slices = head_slices(heads, self.gathered, self.layout.tp * self.layout.cp)
+        # Gradients of the layer's result, of what attention made of it and of the other sources, those of
+        # all from the feed-forward; the results of both halves, attention's input and two gradients of it.
+        held = 2 * self.sources(layer) + 6 * self.hidden
+        if self.recompute.on_host:
+            held += self.sources(layer)
+        if len(slices) > 1:  # then the halves do not meet
+            share = slices[0][1] / heads
+            return held + max(int(share * (again[0] + passing[0])), again[1] + passing[1])
+        return held + sum(again) + max(passing)
 
     def _input(self, gathered_once: bool = True) -> int:
         """What a sublayer makes of its sources: their mix and its norm, gathered where it is kept so."""
@@ -140,9 +171,14 @@ class Activations:
         # q, k, v before the convolution, output, gate; low-rank decay; beta
         results = 5 * channels + self.model.kda.decay_rank + heads
         remade = 5 * channels  # q, k, v, decay, normed output
+        # Per tile: three operands as wide as a head, four squares; states and their gradients; corrections.
+        kernels = 3 * channels + 4 * heads * _CHUNK
+        kernels += 2 * channels * self.model.kda.head_dim // _CHUNK + channels
+        gradients = 10 * channels  # of all that is kept
         return Kept(
             results=self.gathered * results * self.width,
             remade=self.gathered * remade * self.width + self._input(),
+            passing=self.gathered * (kernels + gradients) * self.width,
         )
 
     def _mla(self) -> Kept:
@@ -160,11 +196,12 @@ class Activations:
         narrow = self.own * mla.q_lora_rank + self.buffer_tokens * latent
         # The gate is applied in fp32.
         remade = (queries + keys + expanded + narrow) * width + values * (2 * _FP32 + width)
-        return Kept(results=results, remade=remade + self._input(gathered_once=False))
+        passing = (queries + keys + expanded + 2 * values) * width
+        return Kept(results=results, remade=remade + self._input(gathered_once=False), passing=passing)
 
     def _dense(self, ffn_size: int) -> Kept:
         inner = self.gathered * (ffn_size // self.layout.tp) * self.width
-        return Kept(results=2 * inner, remade=inner + self._input())
+        return Kept(results=2 * inner, remade=inner + self._input(), passing=3 * inner)
 
     def _moe(self) -> Kept:
         moe, width = self.model.moe, self.width
@@ -176,4 +213,5 @@ class Activations:
         remade = (rows * inner + latent) * width
         if self.layout.tp > 1:  # the experts read a rank's own tokens, and the shared ones gathered ones
             remade += self.hidden
-        return Kept(results=results + shared.results, remade=remade + shared.remade)
+        passing = rows * (moe.latent_size + 3 * inner) * width
+        return Kept(results=results + shared.results, remade=remade + shared.remade, passing=passing)

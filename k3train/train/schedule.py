@@ -25,8 +25,8 @@ def run_micro_batches(setup: StageSetup, host: list[MicroBatch], *, backward: bo
     ``host`` holds whole buffers; each context-parallel rank takes its own share of them to its device.
 
     Returns float64 [2] on the device: this rank's summed loss and its number of predicted tokens; zeros on
-    ranks without the last chunk. Gradients are left in the chunks' buffers, reduced over data-parallel ranks
-    and divided by the predicted tokens of the whole step (megatron-core's per-token loss).
+    ranks without the last chunk. Gradients are left in the chunks' buffers, reduced over data-parallel ranks:
+    those of the loss summed over the predicted tokens of the whole step.
     """
     chunks, layout = setup.chunks, setup.groups.layout
     batches = [
@@ -67,6 +67,7 @@ class Agreed:
     """Mean per predicted token, in nats."""
     predicted_tokens: int
     grad_norm: float
+    """Of the mean loss."""
     stop: bool
     """Whether any rank was asked to stop."""
 
@@ -74,8 +75,9 @@ class Agreed:
 def agree(setup: StageSetup, sums: Tensor, *, wants_stop: bool = False, norm: float = 0.0) -> Agreed:
     """What all ranks have seen, in one all-reduce of four numbers. Every rank must call this.
 
-    ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk). ``norm``
-    should be the same on every rank; if a broken one disagrees, the result is still the same everywhere.
+    ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk). ``norm``,
+    of the summed loss' gradients, should be the same on every rank; if a broken one disagrees, the result is
+    still the same everywhere.
     """
     layout = setup.groups.layout
     vector = torch.cat([sums, sums.new_tensor([norm, float(wants_stop)])])
@@ -86,7 +88,7 @@ def agree(setup: StageSetup, sums: Tensor, *, wants_stop: bool = False, norm: fl
     return Agreed(
         loss=loss / layout.tp / max(count, 1),
         predicted_tokens=count,
-        grad_norm=norms / layout.world,
+        grad_norm=norms / layout.world / max(count, 1),
         stop=stop > 0,
     )
 

@@ -94,14 +94,15 @@ def build_stage(
     return setup
 
 
-def _finish_gradients(setup: StageSetup, chunks: list[Any], *arguments: Any, **options: Any) -> None:
+def _finish_gradients(setup: StageSetup, chunks: list[Any], num_tokens: Any, **options: Any) -> None:
     """megatron-core's reduction over data-parallel ranks and of shared parameters, after the last backward.
 
-    What routers counted travels beside the end of it, the norm and the optimizer.
+    Gradients stay sums over tokens: the optimizer divides by their number as it reads them, which saves a
+    pass. What routers counted travels beside the end of it, the norm and the optimizer.
     """
     setup.routers = start_update(setup.chunks, setup.groups.tokens)
     point("step.backward", tensors=lambda: gradients(chunks))
-    finalize_model_grads(chunks, *arguments, **options)
+    finalize_model_grads(chunks, None, **options)
 
 
 def gradients(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -90,7 +90,7 @@ def train_step(
     if result.action is Action.update:
         set_learning_rate(setup.optimizer, rate)
         point("step.update")
-        apply_gradients(setup.optimizer, seen.grad_norm)
+        apply_gradients(setup.optimizer, seen.grad_norm, divisor=max(seen.predicted_tokens, 1))
         result.balance = settle(setup, progress.step + 1)
         result.max_logit = worst_logit(setup)
         verdict = examine_state(setup, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from k3train.kernels import recompute
 from k3train.kernels.beside import beside
-from k3train.kernels.recompute import again, make_again
+from k3train.kernels.main_grad import part_of
+from k3train.kernels.recompute import again, make_again, sum_again
 
 WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
 
@@ -105,6 +108,70 @@ def test_a_function_that_hands_its_input_on() -> None:
     make_again(lambda x: x, lambda y: (y * y).sum(), x, on=True).backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_on_the_host_there_is_one_copy_for_all_calls_until_their_backward_pass() -> None:
+    def run(on_host: bool) -> tuple[list[Tensor], int]:
+        x = torch.arange(300.0).view(100, 3).div(300).requires_grad_()
+        WEIGHT.grad = None
+        with Kept() as kept:
+            h = x * 1
+            a = again(lambda h: (h @ WEIGHT).sin(), h, on=True, on_host=on_host)
+            b = again(lambda h, a: (h @ WEIGHT) * a, h, a, on=True, on_host=on_host)
+            out = again(lambda a, b: (a * b).sum(), a, b, on=True, on_host=on_host)
+            del h, a, b
+        size = kept.bytes()
+        out.backward()
+        assert x.grad is not None
+        assert WEIGHT.grad is not None
+        return [out.detach(), x.grad, WEIGHT.grad], size
+
+    (want, kept), (got, copied) = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert copied == kept == 4 * 100 * (3 + 4 + 4) + 4
+    assert not recompute._on_host
+
+
+def test_memory_that_is_used_again_is_copied_again() -> None:
+    total = torch.zeros(())
+    for value in (1.0, 2.0, 3.0):  # what the first call took is freed and likely takes the next one's place
+        x = torch.full((1000,), value, requires_grad=True)
+        total = total + again(lambda y: (y * y).sum(), x * 1, on=True, on_host=True)
+    y = torch.ones(4, requires_grad=True) * 1
+    first = again(lambda y: (y * y).sum(), y, on=True, on_host=True)
+    with torch.no_grad():
+        y.detach().mul_(3)
+    second = again(lambda y: (y * y).sum(), y, on=True, on_host=True)
+    assert float(first), float(second) == (4.0, 36.0)
+    assert len(recompute._on_host) == 5
+    total.backward()
+    assert float(total) == 14000.0
+    del first, second
+    assert not recompute._on_host
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_sum_of_parts(wrapped: bool) -> None:
+    found: list[list[Tensor]] = []
+    for parts in ([(0, 4)], [(0, 3), (3, 1)]):
+        x = torch.arange(300.0).view(100, 3).div(300).requires_grad_()
+        weight: Any = torch.nn.Parameter(WEIGHT.detach().clone())
+        if wrapped:
+            weight.main_grad = torch.ones(3, 4)
+
+        def sines(part: tuple[int, int], x: Tensor, weight: Any = weight) -> Tensor:
+            return (x @ part_of(weight, 1, *part)).sin().sum(1)
+
+        out = sum_again(sines, parts, x)
+        out.square().sum().backward()
+        assert x.grad is not None
+        found.append([out.detach(), x.grad, weight.main_grad - 1 if wrapped else weight.grad])
+        assert not wrapped or weight.grad_added_to_main_grad
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+    x = torch.arange(300.0).view(100, 3).div(300)
+    expected = 2 * (x @ WEIGHT).sin().sum(1)[:, None] * (x @ WEIGHT).cos()
+    torch.testing.assert_close(found[0][2], (x.T @ expected).detach())
 
 
 @pytest.mark.parametrize("on", [False, True])

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+import subprocess
+import sys
 
+import pytest
 import torch
 
-from k3train.optim.adam import GroupStepAdam
+from k3train.optim.adam import GroupStepAdam, set_factor
 
 SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -72,3 +77,72 @@ def test_a_parameter_without_gradient_rests() -> None:
     optimizer.step()
     assert torch.equal(params[0], before)
     assert params[0] not in optimizer.state
+
+
+@pytest.mark.parametrize("kind", ["ours", "any"])
+def test_a_factor_scales_what_a_step_reads(kind: str) -> None:
+    ours, theirs = make_params(), make_params()
+    one = GroupStepAdam(ours, **SETTINGS) if kind == "ours" else torch.optim.AdamW(ours, **SETTINGS)
+    two = torch.optim.AdamW(theirs, **SETTINGS)
+    for step in range(1, 9):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        for p in theirs:
+            assert p.grad is not None
+            p.grad *= 0.37 / step
+        set_factor(one, 0.37 / step)
+        one.step()
+        two.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+KERNEL = """
+import torch
+from triton.runtime import interpreter
+from k3train.optim import triton_adam
+
+
+def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
+    patch(tensor, scope)
+    # numpy 2.4 no longer makes a number of an array of one
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = patched
+triton_adam._CHUNK, triton_adam._BLOCK = 64, 32
+torch.manual_seed(0)
+params, grads, means, squares = ([torch.randn(n) for n in (1, 63, 64, 65, 200)] for _ in range(4))
+squares = [x.abs() for x in squares]
+copies = [torch.zeros(len(p), dtype=torch.bfloat16) for p in params]
+want = [[x.clone() for x in kind] for kind in (params, means, squares)]
+rates = triton_adam.Rates(
+    factor=0.3, rate=1e-2 / (1 - 0.9**3), decay=1 - 1e-2 * 0.1, beta1=0.9, beta2=0.95,
+    root=(1 - 0.95**3) ** -0.5, eps=1e-8,
+)
+triton_adam.Table(params, grads, means, squares, copies).step(rates)
+torch._fused_adamw_(
+    want[0], [g * 0.3 for g in grads], *want[1:], [], [torch.tensor(3.0)] * 5,
+    lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+)
+for got, expected in zip((params, means, squares), want, strict=True):
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+for copy, p in zip(copies, params, strict=True):
+    # the interpreter cuts to bf16 where a GPU rounds
+    torch.testing.assert_close(copy.float(), p, rtol=2**-7, atol=0)
+print("same")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernel_takes_the_same_step() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip() == "same", done.stderr[-3000:]
