@@ -15,7 +15,7 @@ from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
 from k3train.config.problems import ConfigProblem
 from k3train.config.ranges import range_problems
-from k3train.config.schema import Offload, Optimizer, Parallel, Run, Schedule, Stage
+from k3train.config.schema import Offload, Optimizer, Parallel, Recompute, Run, Schedule, Stage
 from k3train.config.secrets import HIDDEN, redact, variable_in
 
 Problems = Iterator[ConfigProblem]
@@ -322,6 +322,24 @@ def _layouts(run: Run) -> Problems:
         )
 
 
+def _recompute_offload(run: Run) -> Problems:
+    stages = [stage_parallel(run.parallel, stage.parallel) for stage in run.curriculum.stages.values()]
+    asked = [parallel for parallel in stages or [run.parallel] if parallel.recompute_offload]
+    kinds = ("kda", "mla", "moe", "dense")
+    own = [
+        getattr(parallel, f"recompute_{kind}") or parallel.recompute for parallel in asked for kind in kinds
+    ]
+    if asked and Recompute.full not in own:
+        yield ConfigProblem(
+            "parallel.recompute_offload",
+            True,
+            "keeps the inputs of what is fully recomputed on the host, and nothing is",
+            "Set parallel.recompute=full, or parallel.recompute_offload=false",
+            "parallel.recompute-offload",
+            ("parallel.recompute",),
+        )
+
+
 def _fewer_nodes(run: Run) -> Problems:
     """Every number of nodes that a run may go on with must be possible: which are lost is not ours to say."""
     key, least, nodes = "cluster.min_nodes", run.cluster.min_nodes, run.cluster.nodes
@@ -481,6 +499,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _mtp_weights,
     _growing_contexts,
     _layouts,
+    _recompute_offload,
     _stage_sizes,
     _hang_limits,
     _overrides,

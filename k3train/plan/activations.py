@@ -150,14 +150,14 @@ class Activations:
             return max(a + p for a, p in zip(again, passing, strict=True))
         heads = self.model.num_heads // self.layout.tp
         slices = head_slices(heads, self.gathered, self.layout.tp * self.layout.cp)
-        # Gradients of the layer's result, of what attention made of it and of the other sources, those of
-        # all from the feed-forward; the results of both halves, attention's input and two gradients of it.
-        held = 2 * self.sources(layer) + 6 * self.hidden
+        # Gradients of the layer's result and of the other sources, and those that the feed-forward sends to
+        # all sources; the results of both halves, attention's input and two gradients of it.
+        held = 2 * self.sources(layer) + 5 * self.hidden
         if self.recompute.on_host:
             held += self.sources(layer)
         if len(slices) > 1:  # then the halves do not meet
-            share = slices[0][1] / heads
-            return held + max(int(share * (again[0] + passing[0])), again[1] + passing[1])
+            some = (again[0] - self._input() + passing[0]) * slices[0][1] // heads
+            return held + max(some, again[1] + passing[1])
         return held + sum(again) + max(passing)
 
     def _input(self, gathered_once: bool = True) -> int:
@@ -174,7 +174,7 @@ class Activations:
         # Per tile: three operands as wide as a head, four squares; states and their gradients; corrections.
         kernels = 3 * channels + 4 * heads * _CHUNK
         kernels += 2 * channels * self.model.kda.head_dim // _CHUNK + channels
-        gradients = 10 * channels  # of all that is kept
+        gradients = 5 * channels  # of q, k, v, the decay and the output
         return Kept(
             results=self.gathered * results * self.width,
             remade=self.gathered * remade * self.width + self._input(),

@@ -24,6 +24,7 @@ from k3train.faults import point
 from k3train.kernels.main_grad import add_in_products
 from k3train.model.build import build_model
 from k3train.model.config import K3Config, make_config
+from k3train.model.layer import K3Layer
 from k3train.model.payload import schedule_config
 from k3train.optim.build import build_optimizer, members
 from k3train.parallel.groups import Groups, start_groups, stop_groups
@@ -144,9 +145,18 @@ def _wrap(
 
 
 def close_stage(setup: StageSetup) -> None:
-    """Free what ``build_stage`` made, so that the next stage can build its own. Every rank must call this."""
+    """Free what ``build_stage`` made, so that the next stage can build its own. Every rank must call this.
+
+    Hooks of megatron-core's DistributedDataParallel keep the parameters alive in cycles that Python's
+    collector cannot see, so their memory is given back here.
+    """
     setup.batches.close()
     setup.data.close()
+    for layer in (module for chunk in setup.chunks for module in chunk.modules()):
+        if isinstance(layer, K3Layer):
+            layer.fed.recordings.clear()
+    for _, tensor in (*gradients(setup.chunks), *weights(setup.chunks), *moments(setup.optimizer)):
+        tensor.untyped_storage().resize_(0)
     setup.chunks.clear()
     setup.optimizer = None
     stop_groups()

@@ -57,6 +57,12 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "optim.qk_clip.enabled=false",
     ),
     (
+        "parallel.recompute-offload",
+        {"parallel.recompute_offload": True, "parallel.recompute": "selective"},
+        "parallel.recompute_offload",
+        "parallel.recompute=full",
+    ),
+    (
         "stage.peak-learning-rate",
         {f"{AT}.learning_rate": {"peak": 1e-5}},
         f"{AT}.learning_rate.peak",

@@ -4,7 +4,8 @@
 
 A case is ``TOKENS override ...``, or ``DOCUMENTSxTOKENS override ...``, as one argument; cases joined by
 ``;`` share a process, which saves its start. Documents are of random ids over the whole vocabulary. Each case
-compiles on one short document, trains one step, and is timed on N more (default 5). An estimate is that of
+compiles on one short document, trains one step, and is timed on N more (default 5), or as many as it says
+itself: ``TOKENS*N override ...``. An estimate is that of
 ``k3train show``. Memory of the host is what the machine has less during the case.
 """
 
@@ -77,7 +78,9 @@ def measure(case: str, steps: int, device: Any, result: dict[str, Any], setups: 
     from k3train.train.setup import build_stage
     from k3train.train.step import train_step
 
-    size, *overrides = case.split()
+    words, *overrides = case.split()
+    size, _, own = words.partition("*")
+    steps = int(own or steps)
     documents, tokens = (int(x) for x in size.split("x")) if "x" in size else (1, int(size))
     run = compose(["experiment=proxy_gpu", *overrides])
     table, progress, free = stage_table(run), Progress(), available()

@@ -1,0 +1,81 @@
+"""One step on one rank: what reaches the moments, and what a closed stage leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from k3train.config.schema import Optim, Optimizer, Run
+from k3train.curriculum.stages import stage_table
+from k3train.optim.build import members
+from k3train.optim.slices import master_slices
+from k3train.parallel.groups import stop_groups
+from k3train.train.progress import Progress
+from k3train.train.schedule import run_micro_batches, zero_gradients
+from k3train.train.setup import build_stage, close_stage, gradients, moments, weights
+from k3train.train.step import train_step
+from tests.ranks import run_ranks
+from tests.train.runs import make_run
+
+
+def start(run: Run) -> tuple[Any, Progress, list[Any]]:
+    progress, table = Progress(), stage_table(run)
+    setup = build_stage(run, table, table[0], progress, torch.device("cpu"))
+    return setup, progress, setup.data.step(0, dp_rank=0, dp_size=1)
+
+
+def moments_of_one_step(rank: int, run: Run) -> float:
+    """Largest deviation of a first moment from that of the mean loss' clipped gradient, over its largest."""
+    setup, progress, host = start(run)
+    zero_gradients(setup)
+    loss, tokens = run_micro_batches(setup, host, backward=True).tolist()
+    mean = {name: grad / tokens for name, grad in gradients(setup.chunks)}
+    norm = float(torch.stack([grad.norm() for grad in mean.values()]).norm())
+    clip = min(1.0, run.optim.clip_grad_norm / norm)
+    assert clip < 1
+    result = train_step(setup, progress, host, wants_stop=False)
+    assert result.loss == pytest.approx(loss / tokens, rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    names = {p: name for chunk in setup.chunks for name, p in chunk.module.named_parameters()}
+    worst, seen = 0.0, 0
+    for member in members(setup.optimizer):
+        for param, master in master_slices(member).items():
+            state, grad = member.optimizer.state[master], clip * mean[names[param]].flatten()
+            expected = grad if "momentum" in state else (1 - run.optim.beta1) * grad
+            found = state["momentum" if "momentum" in state else "exp_avg"].flatten()
+            worst = max(worst, float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)))
+            seen += 1
+    assert seen == len(names)
+    stop_groups()
+    return worst
+
+
+@pytest.mark.parametrize("optimizer", list(Optimizer))
+def test_moments_take_the_clipped_gradient_of_the_mean_loss(tmp_path: Path, optimizer: Optimizer) -> None:
+    optim = Optim(optimizer=optimizer, clip_grad_norm=0.01)
+    (worst,) = run_ranks(1, moments_of_one_step, make_run(tmp_path, optim=optim), timeout=100)
+    assert worst < 1e-5
+
+
+def bytes_after_closing(rank: int, run: Run) -> list[int]:
+    """Bytes of parameters, gradients and moments: of a stage in use, closed, and of the next."""
+    sizes = []
+    for _ in range(2):
+        setup, progress, host = start(run)
+        train_step(setup, progress, host, wants_stop=False)
+        held = [t for _, t in (*weights(setup.chunks), *gradients(setup.chunks), *moments(setup.optimizer))]
+        sizes.append(sum(t.untyped_storage().nbytes() for t in held))
+        close_stage(setup)
+        sizes.append(sum(t.untyped_storage().nbytes() for t in held))
+    return sizes
+
+
+def test_a_closed_stage_holds_no_memory(tmp_path: Path) -> None:
+    first, closed, second, closed_again = run_ranks(1, bytes_after_closing, make_run(tmp_path), timeout=100)[
+        0
+    ]
+    assert first == second > 0
+    assert closed == closed_again == 0
