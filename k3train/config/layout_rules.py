@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from k3train.config.merge import even_split
 from k3train.config.nearest import choices, divisors, multiples
 from k3train.config.problems import ConfigProblem
-from k3train.config.schema import Model, Parallel
+from k3train.config.schema import Model, Parallel, Recompute
 
 KeyOf = Callable[[str], str]
 """Full key of a field of Parallel: the stage's when the stage sets it, else the run's."""
@@ -22,6 +22,22 @@ def layout_problems(model: Model, parallel: Parallel, world: int, key_of: KeyOf)
     yield from _world(parallel, world, key_of)
     yield from _experts(model, parallel, world, key_of)
     yield from _pipeline(model, parallel, key_of)
+
+
+def offload_problems(stages: list[Parallel]) -> Iterator[ConfigProblem]:
+    """Inputs of what is fully recomputed are wanted on the host, and no stage recomputes anything fully."""
+    asked = [parallel for parallel in stages if parallel.recompute_offload]
+    kinds = ("kda", "mla", "moe", "dense")
+    policies = [getattr(each, f"recompute_{kind}") or each.recompute for each in asked for kind in kinds]
+    if asked and Recompute.full not in policies:
+        yield ConfigProblem(
+            "parallel.recompute_offload",
+            True,
+            "keeps the inputs of what is fully recomputed on the host, and nothing is",
+            "Set parallel.recompute=full, or parallel.recompute_offload=false",
+            "parallel.recompute-offload",
+            ("parallel.recompute",),
+        )
 
 
 def _split_widths(model: Model, parallel: Parallel, key_of: KeyOf) -> Iterator[ConfigProblem]:

@@ -10,12 +10,12 @@ from typing import cast
 
 from k3train.config.build import to_plain
 from k3train.config.keys import closest_word, follow, suggest_key
-from k3train.config.layout_rules import layout_problems
+from k3train.config.layout_rules import layout_problems, offload_problems
 from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
 from k3train.config.problems import ConfigProblem
 from k3train.config.ranges import range_problems
-from k3train.config.schema import Offload, Optimizer, Parallel, Recompute, Run, Schedule, Stage
+from k3train.config.schema import Offload, Optimizer, Parallel, Run, Schedule, Stage
 from k3train.config.secrets import HIDDEN, redact, variable_in
 
 Problems = Iterator[ConfigProblem]
@@ -320,24 +320,8 @@ def _layouts(run: Run) -> Problems:
         yield from layout_problems(
             run.model, run.parallel, world_size(run), lambda field: f"parallel.{field}"
         )
-
-
-def _recompute_offload(run: Run) -> Problems:
     stages = [stage_parallel(run.parallel, stage.parallel) for stage in run.curriculum.stages.values()]
-    asked = [parallel for parallel in stages or [run.parallel] if parallel.recompute_offload]
-    kinds = ("kda", "mla", "moe", "dense")
-    own = [
-        getattr(parallel, f"recompute_{kind}") or parallel.recompute for parallel in asked for kind in kinds
-    ]
-    if asked and Recompute.full not in own:
-        yield ConfigProblem(
-            "parallel.recompute_offload",
-            True,
-            "keeps the inputs of what is fully recomputed on the host, and nothing is",
-            "Set parallel.recompute=full, or parallel.recompute_offload=false",
-            "parallel.recompute-offload",
-            ("parallel.recompute",),
-        )
+    yield from offload_problems(stages or [run.parallel])
 
 
 def _fewer_nodes(run: Run) -> Problems:
@@ -499,7 +483,6 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _mtp_weights,
     _growing_contexts,
     _layouts,
-    _recompute_offload,
     _stage_sizes,
     _hang_limits,
     _overrides,

@@ -43,6 +43,24 @@ def test_a_model_of_4_billion_parameters_as_measured_on_an_h200() -> None:
     assert (two.total - one.total) / GIB == pytest.approx(of_two - of_one, rel=0.03)
 
 
+LONG = re.findall(
+    r"^\| ([\d,]+) \| \d+ \| `(parallel\..*?)` \|.*?\| ([\d.]+) \| ([\d.]+) \| [\d.]* ?\|$",
+    (Path(__file__).parents[3] / "docs" / "benchmarks" / "h200-2026-11-30-long.md").read_text(),
+    re.M,
+)
+
+
+def test_recomputation_and_long_sequences_as_measured_on_an_h200() -> None:
+    assert len(LONG) >= 5
+    for tokens, settings, peak, written in LONG:
+        length = tokens.replace(",", "")
+        stage = [f"curriculum.stages.s8192.{key}_tokens={length}" for key in ("context", "batch")]
+        stage.append(f"curriculum.stages.s8192.tokens={int(length) * 2}")
+        estimate = memory("experiment=proxy_gpu", *settings.split(), *stage).total / GIB
+        assert estimate == pytest.approx(float(written), abs=0.051), (tokens, settings)
+        assert estimate == pytest.approx(float(peak), rel=0.03), (tokens, settings)
+
+
 def test_what_reduces_memory_reduces_the_estimate() -> None:
     base = ["experiment=k3", "parallel.recompute=none"]
     kept = memory(*base).parts
