@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from k3train.config.schema import Optim, Optimizer, Run
+from k3train.backend.start import seed_everything
+from k3train.config.schema import Optim, Optimizer, Parallel, Recompute, Run
 from k3train.curriculum.stages import stage_table
 from k3train.optim.build import members
 from k3train.optim.slices import master_slices
 from k3train.parallel.groups import stop_groups
+from k3train.plan import recompute
 from k3train.train.progress import Progress
 from k3train.train.schedule import run_micro_batches, zero_gradients
 from k3train.train.setup import build_stage, close_stage, gradients, moments, weights
@@ -21,9 +24,9 @@ from tests.ranks import run_ranks
 from tests.train.runs import make_run
 
 
-def start(run: Run) -> tuple[Any, Progress, list[Any]]:
+def start(run: Run, device: str = "cpu") -> tuple[Any, Progress, list[Any]]:
     progress, table = Progress(), stage_table(run)
-    setup = build_stage(run, table, table[0], progress, torch.device("cpu"))
+    setup = build_stage(run, table, table[0], progress, torch.device(device))
     return setup, progress, setup.data.step(0, dp_rank=0, dp_size=1)
 
 
@@ -58,6 +61,40 @@ def test_moments_take_the_clipped_gradient_of_the_mean_loss(tmp_path: Path, opti
     optim = Optim(optimizer=optimizer, clip_grad_norm=0.01)
     (worst,) = run_ranks(1, moments_of_one_step, make_run(tmp_path, optim=optim), timeout=100)
     assert worst < 1e-5
+
+
+def gradients_of(run: Run, head_tokens: int, device: str = "cpu", **parallel: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one step's summed loss, added in products where a product makes them."""
+    seed_everything(3)
+    recompute.HEAD_TOKENS = head_tokens
+    setup, _, host = start(replace(run, parallel=Parallel(**parallel)), device)
+    zero_gradients(setup)
+    run_micro_batches(setup, host, backward=True)
+    found = {name: grad.clone() for name, grad in gradients(setup.chunks)}
+    close_stage(setup)
+    return found
+
+
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """How far a whole gradient is from another, relative to it."""
+    off = sum(float((found[name] - grad).square().sum()) for name, grad in expected.items())
+    return (off / sum(float(grad.square().sum()) for grad in expected.values())) ** 0.5
+
+
+def some_heads_at_a_time(rank: int, run: Run) -> list[float]:
+    none = gradients_of(run, 2**21)
+    full, offload = Recompute.full, {"recompute": Recompute.full, "recompute_offload": True}
+    return [
+        far(gradients_of(run, 2**21, recompute=full), none),
+        far(gradients_of(run, 128, recompute=full), none),
+        far(gradients_of(run, 128, **offload), none),
+    ]
+
+
+def test_gradients_of_pieces_of_heads_reach_their_places(tmp_path: Path) -> None:
+    distances = run_ranks(1, some_heads_at_a_time, make_run(tmp_path), timeout=100)[0]
+    assert max(distances) < 1e-5
+    assert distances[1] > 0, "pieces were made"
 
 
 def bytes_after_closing(rank: int, run: Run) -> list[int]:
