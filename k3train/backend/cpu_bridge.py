@@ -6,7 +6,8 @@
 2. ``device="cuda"`` (or an index) in tensor factories and methods, ``pin_memory`` and ``.cuda()``;
    ``Tensor.type()`` answers ``torch.cuda.*`` because megatron-core compares those strings;
 3. what gloo lacks: averaging all-reduce and all-gather of unequal sizes;
-4. ``torch.compile``, which on the CPU would import inductor and build C++ for each small function.
+4. ``torch.compile``, which on the CPU would import inductor and build C++ for each small function;
+5. Transformer Engine and apex, which megatron-core takes wherever they can be imported: they cannot be then.
 
 Since ``Tensor.type()`` then answers other libraries too, only programs that train (and tests) install it.
 A ``TorchFunctionMode`` in place of 2 does not work: torch 2.11 leaves the mode inside ``Tensor.backward``.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,7 @@ _FACTORIES = (
     "zeros zeros_like"
 ).split()
 _NEW_METHODS = "new_empty new_full new_ones new_tensor new_zeros".split()
+_GPU_ONLY = ("transformer_engine", "apex")
 _saved: list[tuple[Any, str, Any]] = []
 
 
@@ -62,6 +65,8 @@ def install(*, force: bool = False) -> bool:
     _redirect_devices()
     _complete_gloo()
     _patch(torch, "compile", lambda model=None, **kwargs: model if model is not None else (lambda f: f))
+    for package in _GPU_ONLY:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     _redirect_rng_tracker()
     return True
 
@@ -71,6 +76,9 @@ def uninstall() -> None:
     for owner, name, value in reversed(_saved):
         setattr(owner, name, value)
     _saved.clear()
+    for package in _GPU_ONLY:
+        if sys.modules.get(package, sys) is None:
+            del sys.modules[package]
 
 
 def _patch(owner: Any, name: str, value: Any) -> None:

@@ -86,14 +86,14 @@ class MuonAdamW:
     def step(self) -> None:
         """Update every slice of master weights. Every rank of tp x cp x dp must call this."""
         ours = [group for group in self.param_groups if group.get(MARK) == "muon"]
-        held = [group["params"] for group in ours]
+        held = [(group["params"], group.get("step", 0)) for group in ours]
         for group in ours:
-            group["params"] = []  # AdamW passes over them
+            group["params"] = []  # AdamW passes over them, and some count a step all the same
         set_factor(self.adam, self.factor)
         self.adam.step()
-        for group, masters in zip(ours, held, strict=True):
+        for group, (masters, steps) in zip(ours, held, strict=True):
             group["params"] = masters
-            group["step"] = group.get("step", 0) + 1
+            group["step"] = steps + 1
         updates = torch.empty(self.elements, dtype=self.dtype, device=self.device)
         for master, place in self.places.items():
             updates[place : place + master.numel()] = self._direction(master)

@@ -17,6 +17,7 @@ from megatron.core.distributed import (
 from k3train.config import schema
 from k3train.model.payload import schedule_config
 from k3train.optim import exchange as exchange_module
+from k3train.optim.adam import GroupStepAdam
 from k3train.optim.build import build_optimizer, forget_logits, largest_logit, members
 from k3train.optim.exchange import Exchange, Matrix, Piece
 from k3train.optim.qk_clip import mla_layers
@@ -159,3 +160,27 @@ def forgotten(rank: int) -> tuple[bool, bool]:
 
 def test_logits_of_passes_without_a_step_are_forgotten() -> None:
     assert run_ranks(1, forgotten) == [(True, False)]
+
+
+def counted(rank: int) -> set[int]:
+    plain = GroupStepAdam.step
+
+    def step(self: Any) -> None:
+        plain(self)
+        for group in self.param_groups:
+            if not group["params"]:
+                group["step"] = group.get("step", 0) + 1
+
+    GroupStepAdam.step = step  # type: ignore[method-assign]
+    _, wrapped, optimizer, groups = build(MUON)
+    for _ in range(2):
+        wrapped[0].zero_grad_buffer()
+        optimizer.zero_grad()
+        model_step.run_schedule(wrapped, MICROS, groups)
+        optimizer_step(optimizer)
+    return {int(group["step"]) for group in optimizer.param_groups}
+
+
+def test_a_step_counts_once_beside_an_adamw_that_counts_for_empty_groups() -> None:
+    """Transformer Engine's FusedAdam does."""
+    assert run_ranks(1, counted) == [{2}]
