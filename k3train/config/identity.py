@@ -33,6 +33,7 @@ KINDS: dict[str, Kind] = {
     "seed": Kind.identity,
     "device": Kind.tunable,
     "model": Kind.identity,
+    "model.fp8": Kind.tunable,
     "parallel": Kind.tunable,
     "optim": Kind.tunable,
     "optim.optimizer": Kind.identity,

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import cast
 
 from k3train.config.build import to_plain
+from k3train.config.fp8_rules import fp8_problems
 from k3train.config.keys import closest_word, follow, suggest_key
 from k3train.config.layout_rules import layout_problems, offload_problems
 from k3train.config.merge import stage_parallel, world_size
@@ -484,6 +485,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _growing_contexts,
     _layouts,
     _stage_sizes,
+    fp8_problems,
     _hang_limits,
     _overrides,
     _fewer_nodes,

@@ -47,6 +47,18 @@ class Precision(Enum):
     fp32 = "fp32"
 
 
+class Fp8(Enum):
+    """How operands of matrix products are rounded to FP8, by megatron-core's names (extra: te)."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    """One scale for each matrix, from its present values; gradients in E5M2, the rest in E4M3."""
+    blockwise = "blockwise"
+    """One scale for 128 channels of a token or 128x128 weights, all in E4M3 (DeepSeek-V3). Hopper."""
+    mxfp8 = "mxfp8"
+    """One power of two for 32 values, all in E4M3. Blackwell."""
+
+
 # --------------------------------------------------------------------------------------------------- model
 
 
@@ -155,6 +167,8 @@ class Model:
     init_std: float = 0.02
     """Standard deviation of the normal initialisation of every matrix."""
     precision: Precision = Precision.fp32
+    fp8: Fp8 = Fp8.none
+    """In the dense projections of attention, feed-forwards and latents; all else keeps ``precision``."""
     kda: Kda = field(default_factory=Kda)
     mla: Mla = field(default_factory=Mla)
     attn_res: AttnRes = field(default_factory=AttnRes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,6 +45,14 @@ class K3Config(TransformerConfig):
                 "without calculate_per_token_loss each micro-batch and context-parallel share weighs the "
                 "same, however few loss tokens it has: set calculate_per_token_loss"
             )
+
+
+def fp8_recipe(config: Any) -> schema.Fp8:
+    """What dense projections round their operands by; none in a megatron-core model that is not ours.
+
+    megatron-core's own ``fp8`` fields stay unset: they are about its Transformer Engine layers.
+    """
+    return config.k3.fp8 if isinstance(config, K3Config) else schema.Fp8.none
 
 
 def params_dtype(model: schema.Model) -> torch.dtype:

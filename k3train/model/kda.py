@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
@@ -38,6 +36,8 @@ from k3train.kernels.main_grad import part_of
 from k3train.kernels.packing import Packing, make_packing
 from k3train.kernels.recompute import make_again, sum_again
 from k3train.kernels.short_conv import short_conv_parts
+from k3train.model.config import fp8_recipe
+from k3train.model.projections import ColumnLinear, RowLinear
 from k3train.plan.recompute import head_slices
 
 _HEAD_SHARDED = ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv")
@@ -96,8 +96,8 @@ class KdaAttention(MegatronModule):
         plain = copy.copy(config)
         plain.sequence_parallel = False
 
-        def column(inputs: int, outputs: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
+        def column(inputs: int, outputs: int) -> ColumnLinear:
+            return ColumnLinear(
                 inputs,
                 outputs,
                 config=plain,
@@ -113,7 +113,7 @@ class KdaAttention(MegatronModule):
         device = torch.cuda.current_device()
         self.f_a = nn.Linear(hidden, rank, bias=False, device=device, dtype=config.params_dtype)
         init(self.f_a.weight)
-        self.o_proj = RowParallelLinear(
+        self.o_proj = RowLinear(
             width,
             hidden,
             config=config,
@@ -202,7 +202,10 @@ class KdaAttention(MegatronModule):
         # [s, b, channels] -> [b, s, channels]
         inputs: list[Any] = [own(m.weight) for m in (self.q_proj, self.k_proj, self.v_proj, self.g_proj)]  # type: ignore[arg-type]
         inputs += [own(self.b_proj.weight, 1), self.f_a.weight]  # type: ignore[arg-type]
-        *qkv, gate, beta, decay = (y.transpose(0, 1) for y in linears(x, inputs))
+        # beta and the decay steer a state over thousands of tokens, and cost next to nothing: never in FP8
+        recipe = fp8_recipe(self.config)
+        made = linears(x, inputs, recipe, exact=2)
+        *qkv, gate, beta, decay = (y.transpose(0, 1) for y in made)
 
         def mixed(*qkv_decay: Tensor) -> tuple[Tensor, ...]:
             *qkv, decay = qkv_decay
@@ -232,7 +235,7 @@ class KdaAttention(MegatronModule):
 
         def projected(o: Tensor) -> Tensor:
             assert self.o_proj.weight is not None
-            return self.o_proj(o)[0] if heads is None else linear(o, own(self.o_proj.weight, dim=1))
+            return self.o_proj(o)[0] if heads is None else linear(o, own(self.o_proj.weight, dim=1), recipe)
 
         o = make_again(mixed, attended, *qkv, decay, on=self.selective)
         gate = self._by_head(gate)

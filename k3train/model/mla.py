@@ -13,11 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -27,23 +23,25 @@ from k3train.kernels.main_grad import part_of
 from k3train.kernels.max_logits import max_logits, max_logits_of_ranges
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import make_again, sum_again
-from k3train.model.config import K3Config
+from k3train.model.config import K3Config, fp8_recipe
 from k3train.model.norm import RmsNorm
 from k3train.model.parameters import replicated_linear
+from k3train.model.projections import ColumnLinear, RowLinear
 from k3train.model.query_shares import QueryShares
 from k3train.parallel.collectives import all_gather, all_to_all
 from k3train.plan.queries import head_parts
 from k3train.plan.recompute import head_slices
 
 
-class _KvUp(ColumnParallelLinear):
+class _KvUp(ColumnLinear):
     """kv_b: each context-parallel rank expands the latent for its own heads only."""
 
     def forward(self, latent: Tensor, first: int, rows: int) -> Tensor:  # type: ignore[override]
         """latent [n, c], whole on every rank, times ``rows`` rows of this tp shard from ``first`` on."""
         assert self.weight is not None
         whole = rows == self.weight.shape[0]
-        return linear(latent, self.weight if whole else self.weight[first : first + rows])
+        weight = self.weight if whole else self.weight[first : first + rows]
+        return linear(latent, weight, fp8_recipe(self.config))
 
 
 class GatedMla(MegatronModule):
@@ -80,7 +78,7 @@ class GatedMla(MegatronModule):
         """fp32 [heads / tp]: largest logits since the last reset, of the heads that this rank attends for."""
         hidden = config.k3.hidden_size
 
-        def column(inputs: int, outputs: int, kind: type = ColumnParallelLinear) -> Any:
+        def column(inputs: int, outputs: int, kind: type = ColumnLinear) -> Any:
             return kind(
                 inputs,
                 outputs,
@@ -97,7 +95,7 @@ class GatedMla(MegatronModule):
         self.kv_a_norm = RmsNorm(config, self.latent, mla.norm_eps)
         self.kv_b = column(self.latent, heads * (self.nope + self.value), _KvUp)
         self.g_proj = column(hidden, heads * self.value)
-        self.o_proj = RowParallelLinear(
+        self.o_proj = RowLinear(
             heads * self.value,
             hidden,
             config=config,
@@ -128,7 +126,7 @@ class GatedMla(MegatronModule):
         ranks = self.tp_group.size() * self.cp_group.size()
         parts = head_slices(self.local_heads, hidden_states.shape[0], ranks) if self.again else []
         if len(parts) > 1:
-            narrow = linears(hidden_states, [self.q_a.weight, self.kv_a.weight])
+            narrow = linears(hidden_states, [self.q_a.weight, self.kv_a.weight], fp8_recipe(self.config))
             return sum_again(partial(self._heads, borders=borders), parts, hidden_states, *narrow), None
         shares = None
         if self.parts < self.cp_group.size():
@@ -173,22 +171,23 @@ class GatedMla(MegatronModule):
         def own(module: Any, size: int, dim: int = 0) -> Tensor:
             return part_of(module.weight, dim, first * size, count * size)
 
-        q = linear(self.q_a_norm(query), own(self.q_b, self.nope + self.shared))
+        recipe = fp8_recipe(self.config)
+        q = linear(self.q_a_norm(query), own(self.q_b, self.nope + self.shared), recipe)
         q = q.view(-1, count, self.nope + self.shared)
         latent, shared = narrow.split([self.latent, self.shared], dim=-1)
-        kv = linear(self.kv_a_norm(latent), own(self.kv_b, self.nope + self.value))
+        kv = linear(self.kv_a_norm(latent), own(self.kv_b, self.nope + self.value), recipe)
         k, v = self._expanded(kv, shared[:, 0], count)
         self._observe(q, k, borders, None, first)
-        gate = linear(hidden, own(self.g_proj, self.value))
+        gate = linear(hidden, own(self.g_proj, self.value), recipe)
         o = attention(q, k, v, borders, self.scale)
-        return linear(_gated(o.reshape(gate.shape), gate), own(self.o_proj, self.value, dim=1))
+        return linear(_gated(o.reshape(gate.shape), gate), own(self.o_proj, self.value, dim=1), recipe)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Compressed queries, compressed keys and values, and the output's gate, which tp may gather for."""
-        narrow = [self.q_a.weight, self.kv_a.weight]
+        narrow, recipe = [self.q_a.weight, self.kv_a.weight], fp8_recipe(self.config)
         if self.tp_group.size() == 1:
-            return linears(hidden, [*narrow, self.g_proj.weight])
-        return *linears(hidden, narrow), self.g_proj(hidden)[0]
+            return linears(hidden, [*narrow, self.g_proj.weight], recipe)
+        return *linears(hidden, narrow, recipe), self.g_proj(hidden)[0]
 
     def track_logits(self) -> None:
         """From now on keep the largest logit of each head over all training passes (see ``max_logits``).

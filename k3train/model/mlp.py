@@ -6,8 +6,6 @@ from functools import partial
 from typing import Any
 
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -19,6 +17,8 @@ from k3train.config import schema
 from k3train.kernels.linear import linears
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
+from k3train.model.config import fp8_recipe
+from k3train.model.projections import ColumnLinear, RowLinear
 
 
 class SituMlp(MegatronModule):
@@ -45,7 +45,7 @@ class SituMlp(MegatronModule):
         self.caps = caps.gate_cap, caps.up_cap
         self.tp_group = pg_collection.tp
         column = partial(
-            ColumnParallelLinear,
+            ColumnLinear,
             config.hidden_size,
             ffn_size,
             config=config,
@@ -58,7 +58,7 @@ class SituMlp(MegatronModule):
         self.gate_proj, self.up_proj = column(), column()
         # Both read one input, so it is gathered here, once, and its gradient is reduced once.
         self.gate_proj.sequence_parallel = self.up_proj.sequence_parallel = False
-        self.down_proj = RowParallelLinear(
+        self.down_proj = RowLinear(
             ffn_size,
             config.hidden_size,
             config=config,
@@ -88,7 +88,7 @@ class SituMlp(MegatronModule):
     def _feed(self, hidden: Tensor) -> Tensor:
         assert self.gate_proj.weight is not None
         assert self.up_proj.weight is not None
-        gate, up = linears(hidden, [self.gate_proj.weight, self.up_proj.weight])
+        gate, up = linears(hidden, [self.gate_proj.weight, self.up_proj.weight], fp8_recipe(self.config))
         return make_again(
             lambda gate, up: situ_glu(gate, up, *self.caps),
             lambda inner: self.down_proj(inner)[0],

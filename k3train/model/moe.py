@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from k3train.config.schema import RouterInput
+from k3train.config.schema import Fp8, RouterInput
 from k3train.kernels.beside import beside
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import make_again
@@ -63,6 +63,8 @@ class LatentMoe(MegatronModule):
         )
         self.dispatch = make_dispatch(config, pg_collection)
         self.has_exchange = pg_collection.tp_ep.size() > 1
+        # Transformer Engine's products share one workspace: two streams must not multiply at once.
+        self.shares_beside = self.has_exchange and config.k3.fp8 is Fp8.none
 
     def forward(
         self, hidden: Tensor, padding_mask: Tensor | None = None, packed_seq_params: Any = None
@@ -78,7 +80,7 @@ class LatentMoe(MegatronModule):
         routes = self.router(latent if self.routes_latent else hidden, valid)
         shared = None
         if self.shared is not None:
-            shared = beside(self._share, hidden, on=hidden.is_cuda and self.has_exchange)
+            shared = beside(self._share, hidden, on=hidden.is_cuda and self.shares_beside)
         rows, counts, weights = self.dispatch.dispatch(latent.view(-1, latent.shape[-1]), routes)
         combined = self.dispatch.combine(self.experts(rows, counts, weights)).view_as(latent)
         out = make_again(self.latent_norm, self.latent_up, combined, on=self.selective)

@@ -7,8 +7,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from k3train.config.schema import Fp8
 from k3train.kernels.linear import linear
-from k3train.model.config import K3Config
+from k3train.model.config import K3Config, fp8_recipe
 
 
 def fp32_vector(config: TransformerConfig, size: int, value: float) -> nn.Parameter:
@@ -23,15 +24,18 @@ def fp32_vector(config: TransformerConfig, size: int, value: float) -> nn.Parame
 class Linear(nn.Linear):
     """A bias-free linear whose weight's gradient goes where ``main_grad`` says."""
 
+    recipe = Fp8.none
+
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
-        return linear(input, self.weight)
+        return linear(input, self.weight, self.recipe)
 
 
 def replicated_linear(config: K3Config, inputs: int, outputs: int) -> Linear:
     """A bias-free linear [outputs, inputs] in the model's dtype for local tokens, equal on all tp ranks."""
     device = torch.cuda.current_device()
     made = Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device="meta")
+    made.recipe = fp8_recipe(config)
     made.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
     if config.perform_initialization:
         assert config.init_method is not None

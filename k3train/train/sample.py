@@ -11,7 +11,7 @@ from torch import Tensor
 from k3train.backend.start import seed_everything, start_backend, start_processes, stop_processes
 from k3train.config.compose import load_resolved
 from k3train.config.problems import BadInput
-from k3train.config.schema import Parallel, Run
+from k3train.config.schema import Fp8, Parallel, Run
 from k3train.data.corpus import read_manifest
 
 
@@ -97,6 +97,7 @@ def _load(run: Run, run_dir: Path, checkpoint: Path | None, device: torch.device
     path = checkpoint or newest_good(run_dir / "checkpoints")
     if path is None:
         raise BadInput(f"{run_dir}/checkpoints holds no complete checkpoint yet: train the run first")
+    run.model.fp8 = Fp8.none  # a few tokens gain nothing by it, and the package may be missing here
     layout = make_layout(run.model, Parallel(), 1)
     groups = start_groups(layout, seed=run.seed)
     config = make_config(run.model, Parallel(), layout)

@@ -32,6 +32,25 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("model.top-k", {"model.moe.top_k": 16}, "model.moe.top_k", "at most 15"),
     ("model.latent", {"model.moe.latent_size": 128}, "model.moe.latent_size", "at most 127"),
     ("model.dt", {"model.kda.dt_min": 0.2}, "model.kda.dt_min", "at most 0.1"),
+    ("fp8.precision", {"model.fp8": "tensorwise"}, "model.fp8", "model.precision=bf16, or model.fp8=none"),
+    (
+        "fp8.cpu",
+        {"model.fp8": "tensorwise", "model.precision": "bf16", "device": "cpu"},
+        "model.fp8",
+        "device=cuda, or model.fp8=none",
+    ),
+    (
+        "fp8.hidden",
+        {"model.fp8": "blockwise", "model.precision": "bf16", "model.hidden_size": 192},
+        "model.fp8",
+        "model.hidden_size=128 or 256, or model.fp8=none",
+    ),
+    (
+        "fp8.tokens",
+        {"model.fp8": "blockwise", "model.precision": "bf16", "parallel.cp": 4, "cluster.ranks_per_node": 4},
+        f"{AT}.context_tokens",
+        "Use 512, or model.fp8=none",
+    ),
     (
         "optim.min-learning-rate",
         {"optim.min_learning_rate": 1.0},
@@ -195,8 +214,8 @@ def test_rule_fires_once(id: str, changes: dict[str, Any], key: str, fix: str) -
 
 def test_every_rule_is_tested() -> None:
     folder = Path(rules_module.__file__).parent
-    text = "".join((folder / name).read_text() for name in ("rules.py", "layout_rules.py"))
-    groups = "run|model|optim|data|curriculum|stage|parallel|guards|cluster"
+    text = "".join((folder / name).read_text() for name in ("rules.py", "layout_rules.py", "fp8_rules.py"))
+    groups = "run|model|fp8|optim|data|curriculum|stage|parallel|guards|cluster"
     written = set(re.findall(rf'"((?:{groups})\.[a-z-]+)"', text))
     written |= {f"parallel.{name}" for name in re.findall(r'\("([a-z-]+-e?tp)"', text)}
     keys = {key for key in written if follow(key) is not None}

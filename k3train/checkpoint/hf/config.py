@@ -192,7 +192,8 @@ def own_settings(model: Model, precision: Precision) -> dict[str, Any]:
     official |= {key: _get(plain, ours) for key, (ours, _) in _OPTIONAL.items()}
     official["linear_attn_config.full_attn_layers"] = [layer + 1 for layer in mla_layers(model)]
     implied = dict(_leaves(_official(official, precision)))
-    return {key: value for key, value in _leaves(plain) if key != "precision" and value != implied[key]}
+    of_a_run = ("precision", "fp8")  # what is stored does not depend on them
+    return {key: value for key, value in _leaves(plain) if key not in of_a_run and value != implied[key]}
 
 
 _DTYPES = {Precision.bf16: "bfloat16", Precision.fp32: "float32"}
