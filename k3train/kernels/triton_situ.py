@@ -56,13 +56,42 @@ def _tile(channels: int) -> tuple[int, int]:
     return block, _ELEMENTS // block
 
 
+# Instructions, not memory, would bound these kernels if each function were computed on its own. tanh(|x|) and
+# sigmoid(x) are n / d with e = 2^(-k |x|) and d = 1 + e in [1, 2]: forward, one reciprocal serves all three;
+# 1 - tanh^2 = 4 e / d^2 keeps its digits where tanh saturates. Signs are put in at the end.
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _tanh(x):
-    # By exp alone, small x would lose its digits to the 1; the polynomial is exact to 4e-7 below 1/4.
-    square = x * x
-    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    return tl.where(square < 0.0625, near, far)
+def _tanh(x, inverse_cap):
+    """n, d and e of tanh(|x| / cap) = n / d."""
+    size = tl.abs(x) * inverse_cap
+    e = tl.exp2(size * (-2.0 * _LOG2_E))
+    d = 1.0 + e
+    # 1 - e has no digits left for small x, where tanh(x) = x to 5e-6
+    return tl.where(size < 0.00390625, size * d, 1.0 - e), d, e
+
+
+@triton.jit
+def _sigmoid(x):
+    """n, d and e of sigmoid(x) = n / d."""
+    e = tl.exp2(tl.abs(x) * (-_LOG2_E))
+    return tl.where(x < 0, e, 1.0), 1.0 + e, e
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x for x in [1, 8], in two instructions."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
+def _signed(x, like):
+    """x with its sign turned where ``like`` is negative."""
+    sign = like.to(tl.int32, bitcast=True) & -2147483648
+    return (x.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -86,9 +115,13 @@ def _situ_forward(
     inside = (row < n) & (channel < channels)
     g = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + channel, mask=inside, other=0.0).to(tl.float32)
-    y = gate_cap * _tanh(g / gate_cap) * tl.sigmoid(g) * (up_cap * _tanh(u / up_cap))
+    scale = gate_cap * up_cap
     if WEIGHTED:
-        y *= tl.load(weight + row, mask=row < n, other=0.0).to(tl.float32)
+        scale *= tl.load(weight + row, mask=row < n, other=0.0).to(tl.float32)
+    n_g, d_g, _ = _tanh(g, 1.0 / gate_cap)
+    n_s, d_s, _ = _sigmoid(g)
+    n_u, d_u, _ = _tanh(u, 1.0 / up_cap)
+    y = _signed(_signed(n_g * n_s * n_u, g), u) * _reciprocal(d_g * d_s * d_u) * scale
     tl.store(out + row * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -124,17 +157,20 @@ def _situ_backward(
         d = tl.load(grad + row * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + row * up_stride + channel, mask=inside, other=0.0).to(tl.float32)
-        tanh_g = _tanh(g / gate_cap)
-        sigmoid_g = tl.sigmoid(g)
-        tanh_u = _tanh(u / up_cap)
-        a = gate_cap * tanh_g * sigmoid_g
-        b = up_cap * tanh_u
-        total += d * a * b
-        d *= scale
-        slope = (1.0 - tanh_g * tanh_g) * sigmoid_g + a * (1.0 - sigmoid_g)
+        n_g, d_g, e_g = _tanh(g, 1.0 / gate_cap)
+        n_s, d_s, e_s = _sigmoid(g)
+        n_u, d_u, e_u = _tanh(u, 1.0 / up_cap)
+        inverse_g, inverse_s, inverse_u = _reciprocal(d_g), _reciprocal(d_s), _reciprocal(d_u)
+        tanh_g, tanh_u = _signed(n_g * inverse_g, g), _signed(n_u * inverse_u, u)
+        sigmoid_g, rest = n_s * inverse_s, tl.where(g < 0, 1.0, e_s) * inverse_s
+        slope_g = e_g * inverse_g * inverse_g + tanh_g * rest * (0.25 * gate_cap)
+        dts = d * tanh_g * sigmoid_g
+        total += dts * tanh_u
+        grad_g = (d * tanh_u) * sigmoid_g * slope_g * (4.0 * up_cap * scale)
+        grad_u = dts * (e_u * inverse_u * inverse_u) * (4.0 * gate_cap * scale)
         at = row * grad_stride + channel
-        tl.store(grad_gate + at, (d * b * slope).to(grad_gate.dtype.element_ty), mask=inside)
-        tl.store(grad_up + at, (d * a * (1.0 - tanh_u * tanh_u)).to(grad_up.dtype.element_ty), mask=inside)
+        tl.store(grad_gate + at, grad_g.to(grad_gate.dtype.element_ty), mask=inside)
+        tl.store(grad_up + at, grad_u.to(grad_up.dtype.element_ty), mask=inside)
     if WEIGHTED:
-        sums = tl.sum(total, 1)[:, None].to(grad_weight.dtype.element_ty)
+        sums = (gate_cap * up_cap * tl.sum(total, 1))[:, None].to(grad_weight.dtype.element_ty)
         tl.store(grad_weight + row, sums, mask=row < n)
