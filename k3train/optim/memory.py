@@ -15,7 +15,7 @@ from k3train.config.schema import Offload, Optimizer, Precision, Recompute, Run
 from k3train.curriculum.stages import StagePlan, stage_table
 from k3train.optim.rules import Assignment, Rule, assignments
 from k3train.parallel.layout import Layout, chunk_layers, make_layout
-from k3train.plan.activations import Activations
+from k3train.plan.activations import Activations, pinned_bytes
 from k3train.plan.parameters import Parameter
 from k3train.plan.recompute import recompute_plan
 from k3train.plan.split import resolved_parallel
@@ -43,6 +43,8 @@ class Memory:
     pp_rank: int
     """The pipeline rank that needs most."""
     parts: dict[str, int]
+    host: int
+    """Bytes of the host's memory: the optimizer's state and inputs of layers, where they are kept there."""
 
     @property
     def total(self) -> int:
@@ -60,6 +62,11 @@ def stage_memory(run: Run, plan: StagePlan) -> Memory:
 
     Not in it: the CUDA context, NCCL's buffers, gaps between allocations, and what uneven routing adds.
     """
+    return max(_ranks(run, plan), key=lambda memory: memory.total)
+
+
+def _ranks(run: Run, plan: StagePlan) -> list[Memory]:
+    """Of each pipeline rank."""
     parallel = resolved_parallel(run, plan.stage)
     layout = make_layout(run.model, parallel, world_size(run))
     tokens = plan.stage.micro_batch_sequences * plan.stage.context_tokens
@@ -67,8 +74,7 @@ def stage_memory(run: Run, plan: StagePlan) -> Memory:
     activations = Activations(run.model, layout, recompute_plan(parallel), tokens)
     rules = assignments(run.model, run.optim)
     on_host = run.optim.offload is Offload.cpu
-    ranks = (rank_memory(activations, rules, passes, rank, on_host=on_host) for rank in range(layout.pp))
-    return max(ranks, key=lambda memory: memory.total)
+    return [rank_memory(activations, rules, passes, rank, on_host=on_host) for rank in range(layout.pp)]
 
 
 def rank_memory(
@@ -85,7 +91,7 @@ def rank_memory(
     """
     model, layout = activations.model, activations.layout
     bf16 = model.precision is Precision.bf16
-    parameters = gradients = state = 0
+    parameters = gradients = state = largest = 0
     for assigned in rules.values():
         parameter = assigned.parameter
         if not _is_on(parameter, activations, pp_rank):
@@ -97,18 +103,23 @@ def rank_memory(
         own = math.prod(parameter.shape) // cut
         parameters += own * (2 if bf16 and not parameter.fp32 else 4)
         gradients += own * 4
-        if not on_host:
-            state += state_bytes(assigned, bf16=bf16, on_host=False) // (cut * shared_by)
+        state += state_bytes(assigned, bf16=bf16, on_host=on_host) // (cut * shared_by)
+        largest = max(largest, own // shared_by)
+    # Gradients pass through two rooms of the largest slice.
+    host = state + 2 * pinned_bytes(4 * largest) if on_host else 0
     kept = [activations.chunk(pp_rank, chunk) for chunk in range(layout.vp)]
+    waiting = in_flight(layout, pp_rank, passes)
+    inputs = sum(activations.on_host(pp_rank, chunk) for chunk in range(layout.vp))
     return Memory(
         pp_rank=pp_rank,
         parts={
             "parameters": parameters,
             "gradients": gradients,
-            "optimizer state": state,
-            "activations": sum(kept) * in_flight(layout, pp_rank, passes) // layout.vp,
+            "optimizer state": 0 if on_host else state,
+            "activations": sum(kept) * waiting // layout.vp,
             "work space": activations.working(pp_rank),
         },
+        host=host + inputs * waiting // layout.vp,
     )
 
 
@@ -154,6 +165,26 @@ def check_memory(run: Run, device_gib: float | None = None) -> None:
         raise ConfigError(problems)
 
 
+def check_host_memory(run: Run, free_gib: float) -> None:
+    """Raise ConfigError when what the ranks of a machine keep on the host does not fit ``free_gib``."""
+    ranks = run.cluster.ranks_per_node
+    for plan in stage_table(run):
+        need = max(memory.host for memory in _ranks(run, plan)) / GIB
+        if need * ranks > free_gib:
+            raise ConfigError(
+                [
+                    ConfigProblem(
+                        "",
+                        None,
+                        f"stage {plan.name} keeps about {need:,.1f} GiB on the host for each of the "
+                        f"{ranks} ranks of a machine, more than the {free_gib:,.1f} GiB that are free there",
+                        "Set optim.offload=none or parallel.recompute_offload=false, or take more machines",
+                        "stage.host-memory",
+                    )
+                ]
+            )
+
+
 def _problems(run: Run, limit: float) -> Iterator[ConfigProblem]:
     for plan in stage_table(run):
         memory = stage_memory(run, plan)
@@ -178,6 +209,8 @@ def _fix(run: Run, plan: StagePlan, largest: str) -> str:
     match largest:
         case "activations" if keeps:
             return f"Set parallel.recompute=full, {smaller}"
+        case "activations" if not recompute.on_host:
+            return f"Set parallel.recompute_offload=true, {smaller}"
         case "activations" | "work space":
             return f"R{smaller[1:]}"
         case "optimizer state":
@@ -193,8 +226,11 @@ def print_memory(run: Run, console: Console) -> None:
     table.add_column("stage", no_wrap=True)
     for name in (*PARTS, "all"):
         table.add_column(name, justify="right")
-    for plan in stage_table(run):
-        memory = stage_memory(run, plan)
-        sizes = (*(memory.parts[name] for name in PARTS), memory.total)
+    stages = [(plan, stage_memory(run, plan)) for plan in stage_table(run)]
+    on_host = any(memory.host for _, memory in stages)
+    if on_host:
+        table.add_column("on the host", justify="right")
+    for plan, memory in stages:
+        sizes = (*(memory.parts[name] for name in PARTS), memory.total, *[memory.host] * on_host)
         table.add_row(plan.name, *(f"{size / GIB:,.1f}" for size in sizes))
     console.print(table)

@@ -47,6 +47,11 @@ class Kept:
         return self.results + self.remade - self.under(policy)
 
 
+def pinned_bytes(size: int) -> int:
+    """What torch takes for ``size`` bytes of pinned memory: a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Arithmetic of one model on one layout with micro-batches of one size."""
@@ -86,6 +91,23 @@ class Activations:
         layers = sum(self.layer(layer) for layer in chunk_layers(self.layout, pp_rank, chunk))
         here = 0 if self.recompute.on_host else arrived * self.hidden
         return layers + here + (self.ends() if last else 0)
+
+    def on_host(self, pp_rank: int, chunk: int) -> int:
+        """Bytes of the host that keep inputs of one micro-batch in one chunk.
+
+        A layer, or a half of one, adds one hidden state to those that earlier ones keep.
+        """
+        if not self.recompute.on_host:
+            return 0
+        states = 0
+        for layer in chunk_layers(self.layout, pp_rank, chunk):
+            policies = self.recompute.of_layer(self.model, layer)
+            states += 1 if policies == _WHOLE else policies.count(Recompute.full)
+        if states:
+            position = chunk * self.layout.pp + pp_rank
+            crossed = borders(self.layout, self.model.attn_res.block_layers)
+            states += crossed[position - 1].sent - 1 if position else 0
+        return states * pinned_bytes(self.hidden)
 
     def layer(self, layer: int) -> int:
         """Bytes kept of one decoder layer: of both sublayers, and the prefix that each adds to."""

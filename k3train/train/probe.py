@@ -12,13 +12,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from k3train.config.problems import Unavailable
 from k3train.config.schema import Precision, Run
 from k3train.kernels import fp8
-from k3train.optim.memory import GIB, check_memory
+from k3train.optim.memory import GIB, check_host_memory, check_memory
 from k3train.plan.counts import count_parameters
 
 FEW_FILES = 4096
@@ -49,13 +50,14 @@ def check_launcher() -> None:
 
 
 def check_device(run: Run, device: torch.device) -> None:
-    """Raise ConfigError when this rank's GPU has no room for a stage; the CPU's memory is not compared.
+    """Raise ConfigError when this rank's GPU has no room for a stage, or the host for what is kept there.
 
-    Raises Unavailable when the device cannot multiply as ``model.fp8`` says.
+    On the CPU no memory is compared. Raises Unavailable when the device cannot multiply as ``model.fp8`` says.
     """
     fp8.check(run.model.fp8, device)
     if device.type == "cuda":
         check_memory(run, torch.cuda.get_device_properties(device).total_memory / GIB)
+        check_host_memory(run, psutil.virtual_memory().available / GIB)
 
 
 def check_folder(run: Run) -> None:

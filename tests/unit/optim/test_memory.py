@@ -9,9 +9,10 @@ import pytest
 
 from k3train.__main__ import main
 from k3train.config.compose import compose
+from k3train.config.problems import ConfigError
 from k3train.config.schema import Model, Parallel
 from k3train.curriculum.stages import stage_table
-from k3train.optim.memory import GIB, Memory, in_flight, stage_memory
+from k3train.optim.memory import GIB, Memory, check_host_memory, in_flight, stage_memory
 from k3train.parallel.layout import make_layout
 
 MEASURED = (Path(__file__).parents[3] / "docs" / "benchmarks" / "h200-2026-11-30-step.md").read_text()
@@ -44,7 +45,7 @@ def test_a_model_of_4_billion_parameters_as_measured_on_an_h200() -> None:
 
 
 LONG = re.findall(
-    r"^\| ([\d,]+) \| \d+ \| `(parallel\..*?)` \|.*?\| ([\d.]+) \| ([\d.]+) \| [\d.]* ?\|$",
+    r"^\| ([\d,]+) \| \d+ \| `(parallel\..*?)` \|.*?\| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|$",
     (Path(__file__).parents[3] / "docs" / "benchmarks" / "h200-2026-11-30-long.md").read_text(),
     re.M,
 )
@@ -52,7 +53,7 @@ LONG = re.findall(
 
 def test_recomputation_and_long_sequences_as_measured_on_an_h200() -> None:
     assert len(LONG) >= 5
-    for tokens, settings, peak, written in LONG:
+    for tokens, settings, peak, written, _ in LONG:
         length = tokens.replace(",", "")
         stage = [f"curriculum.stages.s8192.{key}_tokens={length}" for key in ("context", "batch")]
         stage.append(f"curriculum.stages.s8192.tokens={int(length) * 2}")
@@ -109,6 +110,31 @@ def test_too_small_a_device_is_refused_before_ranks_start(capsys: pytest.Capture
     assert re.search(r"^s8192 +8\.3 +16\.5 +49\.5 +12\.\d +3\.\d +90\.0 *$", capsys.readouterr().out, re.M)
 
 
+def test_what_is_kept_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    long = [f"curriculum.stages.s8192.{key}_tokens=524288" for key in ("context", "batch")]
+    full = [
+        "experiment=proxy_gpu",
+        "parallel.recompute=full",
+        *long,
+        "curriculum.stages.s8192.tokens=1048576",
+    ]
+    assert memory(*full).host == 0
+    inputs = memory(*full, "parallel.recompute_offload=true").host
+    assert inputs == 12 * 524288 * 2048 * 2  # one hidden state a layer, in bf16
+    measured_gib = next(float(row[4]) for row in LONG if row[0] == "524,288")
+    assert inputs / GIB == pytest.approx(measured_gib, rel=0.1)  # libraries and the program are in that
+    both = memory(*full, "parallel.recompute_offload=true", "optim.offload=cpu").host
+    # master weights and moments, and two rooms for the embedding's 335,544,320 gradients, rounded up
+    assert (both - inputs) / GIB == pytest.approx(49.5 + 4, abs=0.1)
+    run = compose([*full, "parallel.recompute_offload=true"])
+    check_host_memory(run, 24.1)
+    with pytest.raises(ConfigError) as refused:
+        check_host_memory(run, 23.9)
+    assert "stage s8192 keeps about 24.0 GiB on the host for each of the 1 ranks" in str(refused.value)
+    assert main(["show", *full, "parallel.recompute_offload=true"]) == 0
+    assert re.search(r"^s8192 .* 120\.8 +24\.0 *$", capsys.readouterr().out, re.M)
+
+
 def test_the_sentence_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     small = "cluster.device_memory_gib=100"
     wide = "curriculum.stages.s1m.parallel.cp=16"
@@ -119,7 +145,9 @@ def test_the_sentence_says_what_to_change(capsys: pytest.CaptureFixture[str]) ->
         r"stage s8k .* gradients, takes .*Raise parallel\.pp, parallel\.tp or parallel\.ep", said
     )
     assert re.search(
-        r"stage s1m .* activations, takes .*\. Raise parallel\.cp or parallel\.tp, or lower", said
+        r"stage s1m .* activations, takes .*\. Set parallel\.recompute_offload=true, raise parallel\.cp", said
     )
+    assert main(["check", "experiment=k3", small, wide, "parallel.recompute_offload=true"]) == 2
+    assert "3 problems" in capsys.readouterr().err
     assert main(["check", "experiment=k3", small, wide, "parallel.recompute=selective"]) == 2
     assert "Set parallel.recompute=full, raise parallel.cp" in capsys.readouterr().err
