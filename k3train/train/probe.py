@@ -52,7 +52,8 @@ def check_launcher() -> None:
 def check_device(run: Run, device: torch.device) -> None:
     """Raise ConfigError when this rank's GPU has no room for a stage, or the host for what is kept there.
 
-    On the CPU no memory is compared. Raises Unavailable when the device cannot multiply as ``model.fp8`` says.
+    On the CPU no memory is compared. Raises Unavailable when the device cannot multiply as ``model.fp8``
+    says.
     """
     fp8.check(run.model.fp8, device)
     if device.type == "cuda":
