@@ -87,7 +87,7 @@ def product(k: int, outputs: list[int]) -> str:
 
 
 def norms() -> list[str]:
-    """RMSNorm, weight fp32 here and bf16 there: TE has no kernel for an fp32 weight and bf16 rows."""
+    """RMSNorm of bf16 rows; the weight is fp32 here and bf16 there."""
     from transformer_engine.pytorch import RMSNorm
 
     from k3train.kernels.rms_norm import rms_norm
