@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _NEEDS = {
     Fp8.mxfp8: ((10, 0), "Blackwell"),
 }
 """Least compute capability, and who has it."""
+_OLDEST = [2, 20]
+"""Version of Transformer Engine; before, its products take other arguments."""
 
 
 def fits(recipe: Fp8, x: Tensor, weight: Tensor) -> bool:
@@ -60,7 +63,7 @@ def check(recipe: Fp8, device: torch.device) -> None:
         products(recipe)
     except ImportError as error:
         raise Unavailable(
-            f"{why} through Transformer Engine, and the package transformer_engine cannot be imported "
+            f"{why} through Transformer Engine, and the package transformer_engine cannot be used "
             f"({error}): pip install 'k3train[te]', or set model.fp8=none"
         ) from error
 
@@ -80,6 +83,10 @@ class Products:
     """The three products of a projection in one recipe; ``k3train.kernels.linear`` says when each is due."""
 
     def __init__(self, recipe: Fp8) -> None:
+        """Raises ImportError without a Transformer Engine that is new enough."""
+        found = version("transformer_engine")
+        if [int(part) for part in found.split(".")[:2]] < _OLDEST:
+            raise ImportError(f"{found} is older than {'.'.join(map(str, _OLDEST))}")
         from transformer_engine.common import recipe as recipes  # pyright: ignore
         from transformer_engine.pytorch.cpp_extensions import general_gemm  # pyright: ignore
         from transformer_engine.pytorch.quantization import RecipeState  # pyright: ignore

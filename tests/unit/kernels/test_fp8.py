@@ -73,6 +73,14 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8.check(Fp8.none, torch.device("cpu"))
 
 
+def test_an_old_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr(fp8, "version", lambda name: "2.9.0+abc")
+    fp8.products.cache_clear()
+    with pytest.raises(Unavailable, match=r"\(2\.9\.0\+abc is older than 2\.20\): pip install"):
+        fp8.check(Fp8.tensorwise, CUDA)
+
+
 def test_on_the_cpu_a_recipe_changes_nothing() -> None:
     x, weights = torch.randn(32, 16), [torch.randn(m, 16) for m in (32, 16, 3)]
     for a, b in zip(linears(x, weights, Fp8.tensorwise, exact=1), linears(x, weights), strict=True):
