@@ -35,7 +35,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.copies: dict[Tensor, Tensor] = {}
         """On a GPU: bf16 tensors that a step sets to the new values of some parameters."""
-        self._tables: dict[tuple[int, ...], Any] = {}
+        self._tables: dict[int, tuple[tuple[int, ...], Any]] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -92,9 +92,10 @@ class GroupStepAdam(torch.optim.Optimizer):
         operands = self._operands(params)
         copies = [self.copies[p] for p in params] if params[0] in self.copies else None
         key = tuple(x.data_ptr() for kind in (params, *operands) for x in kind)
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = Table(params, *operands, copies)
+        held, table = self._tables.get(key[0], (None, None))
+        if held != key or table is None:
+            table = Table(params, *operands, copies)
+            self._tables[key[0]] = key, table
         (beta1, beta2), t = group["betas"], group["step"]
         table.step(
             Rates(

@@ -131,6 +131,24 @@ for got, expected in zip((params, means, squares), want, strict=True):
 for copy, p in zip(copies, params, strict=True):
     # the interpreter cuts to bf16 where a GPU rounds
     torch.testing.assert_close(copy.float(), p, rtol=2**-7, atol=0)
+from k3train.optim.adam import GroupStepAdam
+
+settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+theirs = [p.clone() for p in params]
+ours, other = GroupStepAdam(params, **settings), torch.optim.AdamW(theirs, **settings)
+ours.factor = 0.3
+for p in params:
+    ours.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+for step in range(1, 4):
+    for p, q in zip(params, theirs, strict=True):
+        p.grad = torch.randn_like(p)  # elsewhere in each step
+        q.grad = 0.3 * p.grad
+    ours.param_groups[0]["step"] = step
+    ours._update_on_gpu(ours.param_groups[0], params)
+    other.step()
+    assert len(ours._tables) == 1
+for a, b in zip(params, theirs, strict=True):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 print("same")
 """
 
