@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu import kda_stages as stages
 from tests.gpu import run_kda as run
 
 NAMES = ("o", *run.NAMES)
@@ -29,6 +30,50 @@ def _available() -> None:
     works, reason = is_available("cuda", torch.bfloat16, 128, run.BOUND)
     if not works:
         pytest.skip(reason)
+
+
+@pytest.mark.parametrize("regime", run.REGIMES)
+def test_stages(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every kernel writes for one document of 200 tokens, against the same algebra in float64."""
+    import k3train.kernels.kda.triton_kda as kda
+
+    t, h, d = 200, 2, 128
+    q, k, v, z, beta, *vectors = (y.detach() for y in run.make(1, t, h, regime))
+    inputs = (*(y[0].contiguous() for y in (q, k, v, z, beta)), *vectors)
+    do = torch.randn(t, h, d, device="cuda").to(torch.bfloat16)
+    s0, ds = torch.randn(2, 1, h, d, d, device="cuda")
+    wide = (y.double() for y in (*inputs, do))
+    want = stages.run(*wide, run.BOUND, s0[0].double(), ds[0].double(), stages.bf16)
+    call = kda._Call((0, t), h, kda.Ends(enters="all"), None, run.BOUND, do.device)
+    tiles = kda._operands(inputs, call)
+    got = {name: tiles[name].transpose(0, 1) for name in kda.OPERANDS if name != "rs"}
+    o, final = kda._Kda.apply(*inputs, s0, call, True)
+    inner = kda._input_gradients
+
+    def spy(inputs, o, do, us, dv, hs, dhs, rs, call):
+        got.update({name: y.transpose(0, 1) for name, y in {"U": us, "hs": hs, "dhs": dhs}.items()})
+        return inner(inputs, o, do, us, dv, hs, dhs, rs, call)
+
+    monkeypatch.setattr(kda, "_input_gradients", spy)
+    grads = kda._backward(inputs, s0, o, (s0, None, None), None, do, ds.contiguous(), call)
+    got |= dict(zip((*run.NAMES, "dinitial"), grads, strict=True), o=o, final=final)
+    got |= {name: got[name][0] for name in ("final", "dinitial")}
+    errors = {name: run.relative(y, want[name]) for name, y in got.items()}
+    print(" ".join(f"{name} {e:.1e}" for name, e in errors.items()))
+    assert all(e < 3e-2 if name == "dA_log" else e < 1e-2 for name, e in errors.items()), errors
+
+
+@pytest.mark.parametrize("regime", run.REGIMES)
+@pytest.mark.parametrize(("longest", "size"), [(16, 1), (50, 1), (1 << 20, 2), (20, 4)])
+def test_long_document_cut_or_shared_equals_itself(regime: str, longest: int, size: int) -> None:
+    t, h = 8192, 2
+    x = run.make(1, t, h, regime)
+    do = torch.randn(1, t, h, 128, device="cuda").to(torch.bfloat16)
+    with run.cut_into(1 << 20):
+        o, _, g = run.gradients(run.ours, x, do)
+    with run.cut_into(longest):
+        o2, _, g2 = run.shards(x, do, (0, t), size) if size > 1 else run.gradients(run.ours, x, do)
+    check([o2, *g2], [o.double(), *(y.double() for y in g)], x)
 
 
 @pytest.mark.parametrize("regime", run.REGIMES)
@@ -122,7 +167,7 @@ def test_gradients_of_the_states(t: int, longest: int) -> None:
         o, final = run.ours(*x, initial_state=s0, output_final_state=True)
         got = torch.autograd.grad([o, final], [*x, s0], [do, ds])
     y = [t.detach().double().requires_grad_() for t in (*x, s0)]
-    ro, rs = run.stages.recurrence(*(t[0] for t in y[:5]), y[5], y[6], run.BOUND, y[7][0])
+    ro, rs = stages.recurrence(*(t[0] for t in y[:5]), y[5], y[6], run.BOUND, y[7][0])
     want = torch.autograd.grad([ro, rs], y, [do[0].double(), ds[0].double()])
     for name, a, b in zip((*run.NAMES, "dinitial"), got, want, strict=True):
         assert run.relative(a, b) < (4e-2 if name == "dA_log" else 2e-2), name

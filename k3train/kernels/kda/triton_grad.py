@@ -32,6 +32,7 @@ from k3train.kernels.kda.triton_math import (
     store_triangle,
     to_channels,
 )
+from k3train.kernels.kda.triton_ring import arrived, dismiss, expect, expect_all, fetch, ring
 
 
 @gluon.jit
@@ -50,45 +51,49 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     first = gl.load(chunks + 2 * i_c)
     left = gl.load(chunks + 2 * i_c + 1)
     b = i_c * H + i_h
-    s = gl.allocate_shared_memory(gl.bfloat16, [5, C, V], do.layout)
-    # allocated here, or it would get the place of s, which running products still read
-    out = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], pairs.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, 5 * 2 * C * V)
-    tma.async_copy_global_to_shared(us, [b * C, 0], bar, s.index(2))
-    tma.async_copy_global_to_shared(do, [first, i_h * V], bar, s.index(0))
-    tma.async_copy_global_to_shared(dv, [first, i_h * V], bar, s.index(1))
-    tma.async_copy_global_to_shared(o, [first, i_h * V], bar, s.index(3))
-    tma.async_copy_global_to_shared(v, [first, i_h * V], bar, s.index(4))
+    operands = (do, dv, o, v)
+    rings = (ring(do, 1), ring(dv, 1), ring(o, 1), ring(v, 1))
+    ru = ring(us, 1)
+    # not where the operands lie: products still read them when these are written
+    sA = gl.allocate_shared_memory(gl.bfloat16, [C, C], pairs.layout)
+    sB = gl.allocate_shared_memory(gl.bfloat16, [C, C], pairs.layout)
+    expect(us, ru, 0, True)
+    expect_all(operands, rings, 0, True)
+    fetch(us, b * C, 0, ru, 0, True)
+    for n in gl.static_range(4):
+        fetch(operands[n], first, i_h * V, rings[n], 0, True)
     r = gl.arange(0, C, gl.SliceLayout(1, MMA))
     i = gl.expand_dims(r, 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MMA)), 0)
     inside = r < left
     pb = (first.to(gl.int64) + r) * H + i_h
     logit = gl.load(beta + pb, mask=inside, other=0.0).to(gl.float32)
-    gl.thread_barrier()
-    mbarrier.wait(bar, 0)
+    sdo = arrived(rings[0], 0, 1)
+    sdv = arrived(rings[1], 0, 1)
+    so = arrived(rings[2], 0, 1)
+    sv = arrived(rings[3], 0, 1)
+    su = arrived(ru, 0, 1).permute((1, 0))
     if left < C:
-        for n in gl.static_range(2):
-            clear_rows(s.index(n), left, LN)
-            clear_rows(s.index(3 + n), left, LN)
+        clear_rows(sdo, left, LN)
+        clear_rows(sdv, left, LN)
+        clear_rows(so, left, LN)
+        clear_rows(sv, left, LN)
         fence_async_shared()
         gl.thread_barrier()
     zero = gl.zeros([C, C], gl.float32, MMA)
-    dA = warpgroup_mma(s.index(0), s.index(2).permute((1, 0)), zero, use_acc=False, is_async=True)
-    dB = warpgroup_mma(s.index(1), s.index(2).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dA = warpgroup_mma(sdo, su, zero, use_acc=False, is_async=True)
+    dB = warpgroup_mma(sdv, su, zero, use_acc=False, is_async=True)
     dA, dB = warpgroup_mma_wait(0, deps=[dA, dB])
-    oo = warpgroup_mma(s.index(0), s.index(3).permute((1, 0)), zero, use_acc=False, is_async=True)
-    xv = warpgroup_mma(s.index(1), s.index(4).permute((1, 0)), zero, use_acc=False, is_async=True)
+    oo = warpgroup_mma(sdo, so.permute((1, 0)), zero, use_acc=False, is_async=True)
+    xv = warpgroup_mma(sdv, sv.permute((1, 0)), zero, use_acc=False, is_async=True)
     dd = on_diagonal(dA, i, j)
     xu = on_diagonal(dB, i, j)
-    out.index(0).store(bf16(gl.where(i > j, dA, 0.0)))
-    out.index(1).store(bf16(gl.where(i > j, 0.0 - dB, 0.0)))
+    sA.store(bf16(gl.where(i > j, dA, 0.0)))
+    sB.store(bf16(gl.where(i > j, 0.0 - dB, 0.0)))
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(pairs, [2 * b * C, 0], out.index(0))
-    tma.async_copy_shared_to_global(pairs, [(2 * b + 1) * C, 0], out.index(1))
+    tma.async_copy_shared_to_global(pairs, [2 * b * C, 0], sA)
+    tma.async_copy_shared_to_global(pairs, [(2 * b + 1) * C, 0], sB)
     oo, xv = warpgroup_mma_wait(0, deps=[oo, xv])
     # 1 / beta = 1 + e^-logit; below 1e-13 beta is held to keep 0 * inf away
     em = gl.exp(0.0 - gl.maximum(logit, -30.0))
@@ -98,7 +103,8 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     gl.store(ps + 2 * C, 2.0 * xu * (1.0 + em) - on_diagonal(xv, i, j))
     gl.store(db + pb, (xu * em).to(db.dtype.element_ty), mask=inside)
     tma.store_wait(0)
-    mbarrier.invalidate(bar)
+    dismiss(rings, 1)
+    dismiss((ru,), 1)
 
 
 @gluon.jit
@@ -222,7 +228,7 @@ def put_gate(dz, x, p, R, tok_mask, mask, a, bias, lb, LD: gl.constexpr):
 
 
 @gluon.jit
-def fetch(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V: gl.constexpr):
+def fetch_tile(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V: gl.constexpr):
     """Start the copies of a tile's operands into shared memory."""
     C: gl.constexpr = 64
     mbarrier.expect(bar, 2 * (5 * C * V + 6 * 32 * 32))
@@ -324,7 +330,7 @@ def kda_grad(
     gl.thread_barrier()
     mbarrier.expect(z_bar, 2 * C * BD)
     tma.async_copy_global_to_shared(z, [first, i_h * D + i_d * BD], z_bar, sz)
-    fetch(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V)
+    fetch_tile(hs, dhs, do, dv, us, pairs, bar, sS, sD, sdo, sx, su, st, first, b, i_h, i_d, V)
     base = (first.to(gl.int64) * H + i_h) * D + i_d * BD
     xk0 = fetch_rows(k + base, pl, left, 0, LD)
     xk1 = fetch_rows(k + base + 32 * H * D, pl, left, 1, LD)

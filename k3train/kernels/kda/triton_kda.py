@@ -1,9 +1,10 @@
-"""KDA on Hopper: forward in three kernels, backward in six, nothing saved but the inputs and the output.
+"""KDA on Hopper: forward in three kernels, backward in five; saved are inputs, output and scores of chunks.
 
 Forward: ``kda_prep`` and ``kda_inverse`` turn every chunk of 64 tokens into the operands of the chain (768
 bytes of q, k and z per token and head in, 1040 out), ``kda_output`` runs the documents. Backward computes
-the same operands again, chains through the states once more (storing them, without the output), then the
-chain of state gradients, the pairs within chunks and the gradients. q, k, v, z and their gradients are
+the operands again but for the scores (272 bytes a token and head), chains through the states once more
+(storing them, without the output), then the chain of state gradients, the pairs within chunks and the
+gradients. q, k, v, z and their gradients are
 bf16; states are fp32. Where documents are cut into segments, or shared with other ranks, ``triton_states``
 adds the maps of the segments and a scan, and the states between segments are saved too.
 """
@@ -121,7 +122,8 @@ def triton_kda(
 
     With ``exchange`` the buffer is a shard, and ``ends`` says which documents go on in its neighbours: every
     rank of the exchange's group must call this, forward and backward, and there are no states in and out.
-    ``keep_operands`` keeps 1.3 kB a token and head more for the backward pass, which is then a fifth shorter.
+    ``keep_operands`` keeps all operands of the chunks for the backward pass, 1.3 kB a token and head, instead
+    of 272 bytes of scores.
     """
     b, t, h, d = q.shape
     borders = packing.local_cu_seqlens if packing is not None else tuple(range(0, b * t + 1, t))
@@ -136,7 +138,9 @@ def triton_kda(
     return o.view(b, t, h, d), final if output_final_state else None
 
 
-OPERANDS = ("kh", "kt", "qh", "tb", "aqk", "dec", "rs")
+SCORES = ("tb", "aqk", "dec", "rs")
+OPERANDS = ("kh", "kt", "qh", *SCORES)
+"""Of every chunk, see ``triton_prep``. The scores, a fifth of the bytes, are most of the work."""
 
 
 class _Call:
@@ -152,7 +156,7 @@ class _Call:
         device: torch.device,
         keep_operands: bool = False,
     ) -> None:
-        self.keep_operands = keep_operands
+        self.kept = OPERANDS if keep_operands else SCORES
         self.borders, self.heads, self.device = borders, heads, device
         self.ends, self.exchange, self.bound = ends, exchange, bound
         self.longest = longest_segment(borders, heads, ends)
@@ -177,27 +181,33 @@ def chunk_table(borders: tuple[int, ...], device: torch.device) -> Tensor:
     return upload({"chunks": rows}, device)["chunks"]
 
 
-def _operands(q: Tensor, k: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, call: _Call):
-    """Run ``kda_prep`` and ``kda_inverse``: [chunks, h, 64, .] tiles by name."""
+def _operands(inputs: tuple[Tensor, ...], call: _Call, scores: dict[str, Tensor] | None = None):
+    """Run ``kda_prep`` and ``kda_inverse``: [chunks, h, 64, .] tiles by name, all but ``scores`` if given."""
     from k3train.kernels.kda.triton_prep import kda_inverse, kda_prep
 
-    # autograd's threads begin without a CUDA context; tensor maps need one, and an ordinary launch sets it
-    q.new_zeros(1)
+    q, k, _, z, beta, A_log, dt_bias = inputs
     n, h, d = call.num_chunks, q.shape[1], q.shape[2]
     tiles = {name: q.new_empty(n, h, CHUNK, d) for name in ("kh", "kt", "qh")}
-    tiles.update({name: q.new_empty(n, h, CHUNK, CHUNK) for name in ("tb", "aqk")})
-    tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
-    tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
+    if scores is None:
+        tiles |= {name: q.new_empty(n, h, CHUNK, CHUNK) for name in ("tb", "aqk")}
+        tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
+        tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
+    else:
+        tiles |= scores
+    # scores sum over all channels; without them smaller programs keep more copies under way
+    block = d if scores is None else d // 2
     akk, shift = tiles["tb"].view(torch.float16), _shift(call.bound)
-    rows = [descriptor(x.view(-1, h * d), CHUNK, d) for x in (q, k, z)]
-    out = [descriptor(tiles[name], CHUNK, d) for name in ("kh", "kt", "qh")]
+    rows = [descriptor(x.view(-1, h * d), CHUNK, block) for x in (q, k, z)]
+    out = [descriptor(tiles[name], CHUNK, block) for name in ("kh", "kt", "qh")]
     launch(
-        kda_prep, (n * h,),
+        kda_prep, (n * h * d // block,),
         *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
-        call.chunks, d**-0.5, call.bound, shift, 2.0**-shift, H=h, D=d, num_warps=8, maxnreg=128,
+        call.chunks, d**-0.5, call.bound, shift, 2.0**-shift,
+        H=h, D=d, BD=block, SCORES=scores is None, num_warps=block // 16, maxnreg=128,
     )  # fmt: skip
-    squares = [descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
-    launch(kda_inverse, (n * h,), *squares, beta, call.chunks, H=h, num_warps=4)
+    if scores is None:
+        squares = [descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
+        launch(kda_inverse, (n * h,), *squares, beta, call.chunks, H=h, num_warps=4)
     return tiles
 
 
@@ -210,13 +220,13 @@ class _Kda(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, z, beta, A_log, dt_bias, initial, call, want_final):
         h, d = q.shape[1:]
-        x = _operands(q, k, z, beta, A_log, dt_bias, call)
+        x = _operands((q, k, v, z, beta, A_log, dt_bias), call)
         table = call.tables(backward=False)
         entering, transitions, whole = states_entering(x, v, initial, table, call.exchange, call.shared)
         o = torch.empty_like(v)
         final = x["dec"].new_empty(call.num_documents, h, d, d) if want_final else None
         chain(x, v, table, "output", entering, final, o=o)
-        kept = [x[name] for name in OPERANDS] if call.keep_operands else []
+        kept = [x[name] for name in call.kept]
         states = (entering, transitions, whole)
         ctx.save_for_backward(q, k, v, z, beta, A_log, dt_bias, initial, o, *states, *kept)
         ctx.call = call
@@ -226,18 +236,20 @@ class _Kda(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do, dfinal):
         q, k, v, z, beta, A_log, dt_bias, initial, o, *saved = ctx.saved_tensors
+        # autograd's threads begin without a CUDA context, which tensor maps need: an ordinary launch sets it
+        o.new_zeros(1)
         do = torch.zeros_like(o) if do is None else do.contiguous()
         dfinal = None if dfinal is None else dfinal.contiguous()
         inputs = (q, k, v, z, beta, A_log, dt_bias)
-        x = dict(zip(OPERANDS, saved[3:], strict=True)) if ctx.call.keep_operands else None
+        x = dict(zip(ctx.call.kept, saved[3:], strict=True))
         return (*_backward(inputs, initial, o, saved[:3], x, do, dfinal, ctx.call), None, None)
 
 
 def _backward(inputs, initial, o, states, x, do, dfinal, call):
-    q, k, v, z, beta, A_log, dt_bias = inputs
+    q, _, v, *_ = inputs
     entering, transitions, whole = states
     n, (h, d) = call.num_chunks, q.shape[1:]
-    x = _operands(q, k, z, beta, A_log, dt_bias, call) if x is None else x
+    x = x if call.kept is OPERANDS else _operands(inputs, call, x)
     table = call.tables(backward=True, has_gradient=dfinal is not None)
     hs, dhs = q.new_empty(n, h, d, d), q.new_empty(n, h, d, d)
     us, dv = q.new_empty(n, h, CHUNK, d), torch.empty_like(v)

@@ -80,7 +80,7 @@ def store_triangle(tri, LT: gl.constexpr):
 
 @gluon.jit
 def clear_rows(s, left, LN: gl.constexpr):
-    """Zero the rows of [64, 128] past the document's end: they belong to the next document."""
+    """Zero the rows of [64, .] past the document's end: they belong to the next document."""
     x = s.load(LN)
     inside = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LN)) < left, 1)
     s.store(gl.where(inside, x, gl.zeros_like(x)))

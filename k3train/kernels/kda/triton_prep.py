@@ -11,9 +11,9 @@ Imports triton: import it inside functions only.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -29,6 +29,7 @@ from k3train.kernels.kda.triton_math import (
     sigmoid,
     store_triangle,
 )
+from k3train.kernels.kda.triton_ring import arrived, dismiss, expect, expect_all, fetch, ring
 
 
 @gluon.jit
@@ -54,6 +55,17 @@ def inverse_norms(s, LN: gl.constexpr):
 def score(sx, sy, SC: gl.constexpr):
     acc = gl.zeros([64, 32], gl.float32, SC)
     return warpgroup_mma(sx, sy.permute((1, 0)), acc, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scores_of(sx, sy, Q, K, y, SC: gl.constexpr):
+    """Start the scores of a block's queries and keys with y, all [channels, tokens]."""
+    stage(sx, 0, Q)
+    stage(sx, 32, K)
+    stage(sy, 0, y)
+    fence_async_shared()
+    gl.thread_barrier()
+    return score(sx, sy, SC)
 
 
 @gluon.jit
@@ -88,60 +100,71 @@ def kda_prep(
     down,
     H: gl.constexpr,
     D: gl.constexpr,
+    BD: gl.constexpr,
+    SCORES: gl.constexpr,
 ):
+    """Write kh, kt and qh of a chunk; with SCORES also dec, the inverse norms rs, aqk and akk."""
     C: gl.constexpr = 64
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 32, 16])
+    W: gl.constexpr = BD // 16
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 32, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 16, 16])
-    LN: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-    LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [8, 1], [1, 0])
+    LN: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [W, 1], [1, 0])
+    LT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [W, 1], [1, 0])
+    L1: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     S64: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     CH: gl.constexpr = gl.SliceLayout(1, MMA)
     TK: gl.constexpr = gl.SliceLayout(0, MMA)
-    i_h = gl.program_id(0) % H
-    i_c = gl.program_id(0) // H
+    d0 = gl.program_id(0) % (D // BD) * BD
+    b = gl.program_id(0) // (D // BD)
+    i_h = b % H
+    i_c = b // H
     first = gl.load(chunks + 2 * i_c)
     left = gl.load(chunks + 2 * i_c + 1)
-    b = i_c * H + i_h
-    sz = gl.allocate_shared_memory(gl.bfloat16, [C, D], z.layout)
-    sk = gl.allocate_shared_memory(gl.bfloat16, [C, D], z.layout)
-    sq = gl.allocate_shared_memory(gl.bfloat16, [C, D], z.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, 3 * 2 * C * D)
-    tma.async_copy_global_to_shared(z, [first, i_h * D], bar, sz)
-    tma.async_copy_global_to_shared(k, [first, i_h * D], bar, sk)
-    tma.async_copy_global_to_shared(q, [first, i_h * D], bar, sq)
+    inputs = (z, k, q)
+    rings = (ring(z, 1), ring(k, 1), ring(q, 1))
+    expect_all(inputs, rings, 0, True)
+    for n in gl.static_range(3):
+        fetch(inputs[n], first, i_h * D + d0, rings[n], 0, True)
     a = gl.exp(gl.load(A_log + i_h).to(gl.float32))
-    ch = gl.arange(0, D, CH)
+    ch = d0 + gl.arange(0, BD, CH)
     tok = gl.arange(0, 32, TK)
     b_bias = gl.load(bias + i_h * D + ch).to(gl.float32)
     tri = gl.allocate_shared_memory(gl.float16, [32, 32], S64)
     store_triangle(tri, LT)
     sr = gl.allocate_shared_memory(gl.float32, [2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    sx = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], z.layout)
-    sy = gl.allocate_shared_memory(gl.bfloat16, [2, 32, D], z.layout)
-    zero = gl.zeros([D, 32], gl.float32, MMA)
+    prs = rs + b.to(gl.int64) * (2 * C)
+    if SCORES:
+        sx0 = gl.allocate_shared_memory(gl.bfloat16, [64, D], z.layout)
+        sx1 = gl.allocate_shared_memory(gl.bfloat16, [64, D], z.layout)
+        sy0 = gl.allocate_shared_memory(gl.bfloat16, [32, D], z.layout)
+        sy1 = gl.allocate_shared_memory(gl.bfloat16, [32, D], z.layout)
+    else:
+        sr.store(gl.load(prs + gl.arange(0, 2 * C, L1)))
+    zero = gl.zeros([BD, 32], gl.float32, MMA)
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.wait(bar, 0)
+    sz = arrived(rings[0], 0, 1)
+    sk = arrived(rings[1], 0, 1)
+    sq = arrived(rings[2], 0, 1)
     if left < C:
         clear_rows(sk, left, LN)
         clear_rows(sq, left, LN)
         gl.thread_barrier()
-    rn = gl.arange(0, C, gl.SliceLayout(1, LN))
-    rq = inverse_norms(sq, LN)
-    rk = inverse_norms(sk, LN)
-    prs = rs + b.to(gl.int64) * (2 * C)
-    gl.store(prs + rn, rq)
-    gl.store(prs + C + rn, rk)
-    sr.slice(0, C).store(rq)
-    sr.slice(C, C).store(rk)
+    if SCORES:
+        rn = gl.arange(0, C, gl.SliceLayout(1, LN))
+        rq = inverse_norms(sq, LN)
+        rk = inverse_norms(sk, LN)
+        gl.store(prs + rn, rq)
+        gl.store(prs + C + rn, rk)
+        sr.slice(0, C).store(rq)
+        sr.slice(C, C).store(rk)
     ga0, e0 = log2_gates(channels(sz, 0, MMA), tok < left, a, b_bias, lb, DOT)
     ga1, e1 = log2_gates(channels(sz, 1, MMA), tok + 32 < left, a, b_bias, lb, DOT)
     to_end0 = gl.expand_dims(ex2(e0 + shift), 1)
     to_end1 = gl.expand_dims(ex2(e1 + shift), 1)
-    gl.store(dec + b.to(gl.int64) * D + ch, ex2(e0 + e1))
+    if SCORES:
+        gl.store(dec + b.to(gl.int64) * D + ch, ex2(e0 + e1))
     e0 = gl.expand_dims(ex2(e0), 1)
     e1 = gl.expand_dims(ex2(e1), 1)
     gl.thread_barrier()
@@ -159,12 +182,8 @@ def kda_prep(
     Q = Q * x
     yo = K * ex2(0.0 - A)
     K = K * x
-    stage(sx.index(0), 0, Q)
-    stage(sx.index(0), 32, K)
-    stage(sy.index(0), 0, yo)
-    fence_async_shared()
-    gl.thread_barrier()
-    s0 = score(sx.index(0), sy.index(0), SC)
+    if SCORES:
+        s0 = scores_of(sx0, sy0, Q, K, yo, SC)
     yo = yo * to_end0
     stage(sz, 0, K * down)
     stage(sq, 0, Q * down)
@@ -173,110 +192,132 @@ def kda_prep(
     K = xk1.to(gl.float32) * gl.expand_dims(rk1, 0)
     Q = xq1.to(gl.float32) * gl.expand_dims(rq1, 0)
     A = product(ga1, tri, zero, False) + shift
-    s0 = warpgroup_mma_wait(0, deps=[s0])
+    if SCORES:
+        s0 = warpgroup_mma_wait(0, deps=[s0])
     x = ex2(A)
     Q = Q * x
     y = K * ex2(0.0 - A)
     K = K * x
-    stage(sx.index(1), 0, Q)
-    stage(sx.index(1), 32, K)
-    stage(sy.index(1), 0, y)
-    stage(sy.index(0), 0, yo * down)
-    fence_async_shared()
-    gl.thread_barrier()
-    s1 = score(sx.index(1), sy.index(1), SC)
-    s2 = score(sx.index(1), sy.index(0), SC)
+    if SCORES:
+        stage(sy0, 0, yo * down)
+        s1 = scores_of(sx1, sy1, Q, K, y, SC)
+        s2 = score(sx1, sy0, SC)
     x = e0 * down
     stage(sz, 32, K * x)
     stage(sq, 32, Q * x)
     stage(sk, 32, y * to_end1)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(kh, [b * C, 0], sz)
-    tma.async_copy_shared_to_global(qh, [b * C, 0], sq)
-    tma.async_copy_shared_to_global(kt, [b * C, 0], sk)
-    aqk += b.to(gl.int64) * (C * C)
-    akk += b.to(gl.int64) * (C * C)
-    put_score(aqk, akk, s0, 0, 0, True, SC)
-    put_score(aqk, akk, gl.zeros([64, 32], gl.float32, SC), 0, 32, False, SC)
-    s1, s2 = warpgroup_mma_wait(0, deps=[s1, s2])
-    put_score(aqk, akk, s1, 32, 32, True, SC)
-    put_score(aqk, akk, s2, 32, 0, False, SC)
+    tma.async_copy_shared_to_global(kh, [b * C, d0], sz)
+    tma.async_copy_shared_to_global(qh, [b * C, d0], sq)
+    tma.async_copy_shared_to_global(kt, [b * C, d0], sk)
+    if SCORES:
+        aqk += b.to(gl.int64) * (C * C)
+        akk += b.to(gl.int64) * (C * C)
+        put_score(aqk, akk, s0, 0, 0, True, SC)
+        put_score(aqk, akk, gl.zeros([64, 32], gl.float32, SC), 0, 32, False, SC)
+        s1, s2 = warpgroup_mma_wait(0, deps=[s1, s2])
+        put_score(aqk, akk, s1, 32, 32, True, SC)
+        put_score(aqk, akk, s2, 32, 0, False, SC)
     tma.store_wait(0)
-    mbarrier.invalidate(bar)
+    dismiss(rings, 1)
+
+
+@gluon.jit
+def own_blocks(x, BLOCKS: gl.constexpr):
+    """x [64, 64], zero outside of its diagonal blocks of 16 -> the blocks [4, 16, 16], one a warp."""
+    x = gl.sum(gl.reshape(x, [64, 4, 16]), 1)
+    return gl.convert_layout(gl.reshape(x, [4, 16, 16]), BLOCKS, assert_trivial=True).to(gl.float32)
+
+
+@gluon.jit
+def on_blocks(x, near, MMA: gl.constexpr):
+    """The inverse of ``own_blocks``."""
+    x = gl.reshape(x, [64, 1, 16]).broadcast_to([64, 4, 16])
+    x = gl.convert_layout(gl.reshape(x, [64, 64]), MMA, assert_trivial=True)
+    return gl.where(near, x, gl.zeros_like(x))
+
+
+@gluon.jit
+def within(a, bt, acc, BLOCKS: gl.constexpr):
+    """acc + a b of every warp's own [16, 16], b given transposed: its accumulators are the right operand."""
+    a = gl.convert_layout(a, gl.DotOperandLayout(0, BLOCKS, 2), assert_trivial=True)
+    b = gl.convert_layout(gl.permute(bt, (0, 2, 1)), gl.DotOperandLayout(1, BLOCKS, 2), assert_trivial=True)
+    return mma_v2(a, b, acc)
+
+
+@gluon.jit
+def rates(beta, first, left, i_h, H: gl.constexpr, LAYOUT: gl.constexpr):
+    """beta [4, 16] of a chunk's tokens, zero past the document's end."""
+    block = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT))
+    t = gl.expand_dims(block * 16, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
+    b = gl.load(beta + (first + t) * H + i_h, mask=t < left, other=0.0).to(gl.float32)
+    return gl.where(t < left, sigmoid(b), 0.0)
 
 
 @gluon.jit
 def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     """(I + diag(beta) A)^-1 diag(beta) of strictly lower A [64, 64]; ``tb`` may overwrite ``akk``.
 
-    Blocks of 16 by products of (I + N^(2^i)), N = -beta A; with their inverse D and M = D (N outside of the
-    blocks) the whole is (I + M^2) (I + M) D. fp16 operands: A is at most 1, and doubling over blocks of 32
-    would lose the digits that blocks of 16 keep.
+    Diagonal blocks of 16 by products of (I + N^(2^i)), N = -diag(beta) A, each in one warp's registers. With
+    their inverse D times diag(beta) and M = -D A outside of the blocks the whole is (I + M^2) (I + M) D. fp16
+    operands: A is at most 1, and doubling over blocks of 32 would lose the digits that blocks of 16 keep.
     """
     C: gl.constexpr = 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    L1: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    BLOCKS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     i_h = gl.program_id(0) % H
     i_c = gl.program_id(0) // H
     row = (i_c * H + i_h) * C
-    s = gl.allocate_shared_memory(gl.float16, [4, C, C], akk.layout)
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=1)
-    mbarrier.expect(bar, 2 * C * C)
-    tma.async_copy_global_to_shared(akk, [row, 0], bar, s.index(3))
+    ra = ring(akk, 1)
+    sd = gl.allocate_shared_memory(gl.float16, [C, C], akk.layout)
+    sm = gl.allocate_shared_memory(gl.float16, [C, C], akk.layout)
+    expect(akk, ra, 0, True)
+    fetch(akk, row, 0, ra, 0, True)
     first = gl.load(chunks + 2 * i_c).to(gl.int64)
     left = gl.load(chunks + 2 * i_c + 1)
-    t = gl.arange(0, C, L1)
+    rows = gl.expand_dims(rates(beta, first, left, i_h, H, gl.SliceLayout(2, BLOCKS)), 2)
+    cols = gl.expand_dims(rates(beta, first, left, i_h, H, gl.SliceLayout(1, BLOCKS)), 1)
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, MMA)), 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MMA)), 0)
-    b = gl.load(beta + (first + t) * H + i_h, mask=t < left, other=0.0).to(gl.float32)
-    b = gl.where(t < left, sigmoid(b), 0.0)
-    rows = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(1, MMA)), 1)
-    gl.thread_barrier()
-    mbarrier.wait(bar, 0)
-    N = s.index(3).load(MMA) * (0.0 - rows).to(gl.float16)
-    none = gl.zeros_like(N)
     near = (i // 16) == (j // 16)
-    P = gl.where(near, N, none)
-    s.index(2).store(gl.where(near, none, N))
-    X = gl.where(i == j, 1.0, P.to(gl.float32))
+    sa = arrived(ra, 0, 1)
+    none = gl.zeros([C, C], gl.float16, MMA)
+    P = own_blocks(gl.where(near, sa.load(MMA), none), BLOCKS) * (0.0 - rows)
+    Q = own_blocks(gl.where(near, sa.permute((1, 0)).load(MMA), none), BLOCKS) * (0.0 - cols)
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
+    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
+    eye = gl.expand_dims(gl.expand_dims(r, 0), 2) == gl.expand_dims(gl.expand_dims(c, 0), 1)
+    X = gl.where(eye, 1.0, P)
+    zero = gl.zeros([4, 16, 16], gl.float32, BLOCKS)
+    for _ in gl.static_range(3):
+        p = fp16(P)
+        q = fp16(Q)
+        P = within(p, q, zero, BLOCKS)
+        Q = within(q, p, zero, BLOCKS)
+        X = within(fp16(X), fp16(Q), X, BLOCKS)
+    D = X * cols
+    d = on_blocks(fp16(D), near, MMA)
+    sd.store(d)
     zero = gl.zeros([C, C], gl.float32, MMA)
-    for n in gl.static_range(4):
-        s.index(n % 2).store(P)
-        fence_async_shared()
-        gl.thread_barrier()
-        pa = gl.convert_layout(P, DOT)
-        xa = gl.convert_layout(fp16(X), DOT)
-        if n == 0:
-            P2 = product(pa, s.index(0), zero, False)
-        elif n == 3:
-            X = product(xa, s.index(1), X, True)
-        else:
-            P2 = warpgroup_mma(pa, s.index(n % 2), zero, use_acc=False, is_async=True)
-            X = warpgroup_mma(xa, s.index(n % 2), X, is_async=True)
-            P2, X, pa, xa = warpgroup_mma_wait(0, deps=[P2, X, pa, xa])
-        P = fp16(P2)
-    x = fp16(X)
-    s.index(0).store(x)
-    m = fp16(product(gl.convert_layout(x, DOT), s.index(2), zero, False))
-    s.index(3).store(m)
+    m = product(gl.convert_layout(d, DOT), sa, zero, False)
+    m = fp16(gl.where(near, 0.0, 0.0 - m))
+    sm.store(m)
     fence_async_shared()
     gl.thread_barrier()
     ma = gl.convert_layout(m, DOT)
-    X = warpgroup_mma(ma, s.index(0), X, is_async=True)
-    M2 = warpgroup_mma(ma, s.index(3), zero, use_acc=False, is_async=True)
+    X = warpgroup_mma(ma, sd, on_blocks(D, near, MMA), is_async=True)
+    M2 = warpgroup_mma(ma, sm, zero, use_acc=False, is_async=True)
     X, M2, ma = warpgroup_mma_wait(0, deps=[X, M2, ma])
-    s.index(1).store(fp16(X))
+    sa.store(fp16(X))
     fence_async_shared()
     gl.thread_barrier()
-    X = product(gl.convert_layout(fp16(M2), DOT), s.index(1), X, True)
-    cols = gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(0, MMA)), 0)
-    out = gl.allocate_shared_memory(gl.bfloat16, [C, C], tb.layout)
-    out.store(bf16(X * cols))
+    X = product(gl.convert_layout(fp16(M2), DOT), sa, X, True)
+    out = sd._reinterpret(gl.bfloat16, [C, C], tb.layout)
+    out.store(bf16(X))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(tb, [row, 0], out)
     tma.store_wait(0)
-    mbarrier.invalidate(bar)
+    dismiss((ra,), 1)

@@ -7,6 +7,7 @@ again; under load those eight bytes then changed while a conversion used them.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,38 +15,59 @@ import pytest
 import k3train.kernels.kda
 
 FOLDER = Path(k3train.kernels.kda.__path__[0])
+MAKERS = {"ring", "init"}
+WAITS = {"arrived", "wait"}
+ENDS = {"dismiss", "invalidate"}
 
 
-def _uses(function: ast.FunctionDef) -> dict[str, dict[str, int]]:
-    """Last line of each ``mbarrier`` call by its name and its barrier's."""
-    found: dict[str, dict[str, int]] = {}
+def _calls(tree: ast.AST, names: set[str]) -> Iterator[ast.Call]:
+    """Calls of functions of ``triton_ring``, or of ``mbarrier``, by the function's own name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            of = node.func
+            own = of.attr if isinstance(of, ast.Attribute) and ast.unparse(of.value) == "mbarrier" else None
+            if (of.id if isinstance(of, ast.Name) else own) in names:
+                yield node
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _made(function: ast.FunctionDef) -> set[str]:
+    """Variables that hold barriers: what ``ring`` returns, alone or in a tuple, and what ``init`` got."""
+    made = {name for call in _calls(function, {"init"}) for name in _names(call.args[0])}
     for node in ast.walk(function):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        if isinstance(node.func.value, ast.Name) and node.func.value.id == "mbarrier" and node.args:
-            barrier = node.args[0]
-            while not isinstance(barrier, ast.Name):
-                barrier = barrier.func if isinstance(barrier, ast.Call) else barrier.value  # pyright: ignore
-            lines = found.setdefault(node.func.attr, {})
-            lines[barrier.id] = max(node.lineno, lines.get(barrier.id, 0))
-    return found
+        if isinstance(node, ast.Assign) and any(_calls(node.value, {"ring"})):
+            made |= _names(node.targets[0])
+    return made
+
+
+def _ended(function: ast.FunctionDef, after: int) -> set[str]:
+    """Variables given up behind line ``after``, with the members of tuples."""
+    names = {name for call in _calls(function, ENDS) if call.lineno > after for name in _names(call.args[0])}
+    for node in ast.walk(function):
+        is_tuple = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        if is_tuple and _names(node.targets[0]) <= names:
+            names |= _names(node.value)
+    return names
 
 
 KERNELS = [
     pytest.param(node, id=node.name)
     for path in sorted(FOLDER.glob("triton_*.py"))
+    if path.name != "triton_ring.py"
     for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.FunctionDef) and "init" in _uses(node)
+    if isinstance(node, ast.FunctionDef) and any(_calls(node, MAKERS))
 ]
 
 
 def test_there_are_kernels_with_barriers() -> None:
-    assert len(KERNELS) >= 6
+    assert len(KERNELS) >= 7
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_barriers_are_given_up_at_the_end(kernel: ast.FunctionDef) -> None:
-    uses = _uses(kernel)
-    last_wait = max(uses["wait"].values())
-    for barrier in uses["init"]:
-        assert uses.get("invalidate", {}).get(barrier, 0) > last_wait, f"{kernel.name}: {barrier}"
+    last_wait = max(call.lineno for call in _calls(kernel, WAITS))
+    kept = _made(kernel) - _ended(kernel, last_wait)
+    assert not kept, f"{kernel.name} does not end {kept}"

@@ -21,9 +21,10 @@ NAMES = ("dq", "dk", "dv", "dz", "dbeta", "dA_log", "ddt_bias")
 def algebra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch in float64 in the place of every kernel; the driver around them is the real one."""
 
-    def operands(q, k, z, beta, A_log, dt_bias, call):
+    def operands(inputs, call, scores=None):
+        q, k, _, z, beta, A_log, dt_bias = inputs
         x = stages.packed_operands(q, k, z, beta, A_log, dt_bias, call.borders, call.bound)
-        return dict(x, rs=x["rq"])
+        return x | {"rs": x["rq"]} | (scores or {})
 
     def chain(x, v, table, kind, entering, leaving, *, o=None, hs=None, us=None):
         rows = table.rows["maps" if kind == "maps" else "main"]
@@ -38,8 +39,8 @@ def algebra(monkeypatch: pytest.MonkeyPatch) -> None:
         stages.scan_rows(rows, steps, start, written, transition, states, end, transposed)
 
     def input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call):
-        q, k, v, z, beta, A_log, dt_bias = inputs
-        x = operands(q, k, z, beta, A_log, dt_bias, call)
+        _, _, v, z, _, A_log, dt_bias = inputs
+        x = operands(inputs, call)
         o, do, v, dv = (stages.to_chunks(y, call.borders) for y in (o, do, v, dv))
         sc = stages.score(o, v, x["bl"], do, us, dv)
         dq, dk, dz = stages.gradient(
