@@ -29,6 +29,8 @@ from k3train.kernels.kda.triton_ring import (
     fetch_all,
     ring,
     segment,
+    state_in,
+    state_out,
     state_places,
 )
 
@@ -84,8 +86,7 @@ def kda_states(
     pS, dS = state_places(i_h, i_v, D, V, BV, MS)
     S = gl.zeros([D, BV], gl.float32, MS)
     if HAS_H0:
-        known = gl.expand_dims(dS < D * (i_in + 1), 1)
-        S = gl.load(h0 + i_in.to(gl.int64) * (H * D * V) + pS, mask=known, other=0.0)
+        S = state_in(h0, i_in, pS, dS, H, D, V)
     if MAP:
         one = gl.expand_dims(dS, 1) == gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, MS)) + i_v * BV, 0)
         S = gl.where(one & (not values), 1.0, S)
@@ -194,8 +195,7 @@ def kda_bchain(
     pS, dS = state_places(i_h, i_v, D, V, BV, MS)
     S = gl.zeros([D, BV], gl.float32, MS)
     if HAS_DHT:
-        known = gl.expand_dims(dS < D * (i_in + 1), 1)
-        S = gl.load(dht + i_in.to(gl.int64) * (H * D * V) + pS, mask=known, other=0.0)
+        S = state_in(dht, i_in, pS, dS, H, D, V)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
@@ -251,6 +251,6 @@ def kda_bchain(
         fetch_all(operands, rings, b - STAGES * H, ii % STAGES, go)
         sS.store(S.to(gl.bfloat16))
     if STORE_DH0:
-        gl.store(dh0 + i_out.to(gl.int64) * (H * D * V) + pS, S, mask=gl.expand_dims(dS < D * (i_out + 1), 1))
+        state_out(dh0, i_out, pS, dS, S, H, D, V)
     dismiss(rings, STAGES)
     dismiss((rdo,), STAGES)

@@ -183,7 +183,8 @@ def chunk_table(borders: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _operands(inputs: tuple[Tensor, ...], call: _Call, scores: dict[str, Tensor] | None = None):
     """Run ``kda_prep`` and ``kda_inverse``: [chunks, h, 64, .] tiles by name, all but ``scores`` if given."""
-    from k3train.kernels.kda.triton_prep import kda_inverse, kda_prep
+    from k3train.kernels.kda.triton_inverse import kda_inverse
+    from k3train.kernels.kda.triton_prep import kda_prep
 
     q, k, _, z, beta, A_log, dt_bias = inputs
     n, h, d = call.num_chunks, q.shape[1], q.shape[2]
@@ -264,7 +265,8 @@ def _backward(inputs, initial, o, states, x, do, dfinal, call):
 
 
 def _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call):
-    from k3train.kernels.kda.triton_grad import kda_grad, kda_pairs
+    from k3train.kernels.kda.triton_grad import kda_grad
+    from k3train.kernels.kda.triton_pairs import kda_pairs
 
     q, k, v, z, beta, A_log, dt_bias = inputs
     n, (h, d) = call.num_chunks, q.shape[1:]

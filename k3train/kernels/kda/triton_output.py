@@ -22,6 +22,8 @@ from k3train.kernels.kda.triton_ring import (
     fetch_all,
     ring,
     segment,
+    state_in,
+    state_out,
     state_places,
 )
 
@@ -77,8 +79,7 @@ def kda_output(
     pS, dS = state_places(i_h, i_v, D, V, BV, MS)
     S = gl.zeros([D, BV], gl.float32, MS)
     if HAS_H0:
-        known = gl.expand_dims(dS < D * (i_in + 1), 1)
-        S = gl.load(h0 + i_in.to(gl.int64) * (H * D * V) + pS, mask=known, other=0.0)
+        S = state_in(h0, i_in, pS, dS, H, D, V)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
@@ -121,6 +122,6 @@ def kda_output(
         fetch_all(operands, rings, b + STAGES * H, i % STAGES, go)
         sS.store(S.to(gl.bfloat16))
     if STORE_HT:
-        gl.store(ht + i_out.to(gl.int64) * (H * D * V) + pS, S, mask=gl.expand_dims(dS < D * (i_out + 1), 1))
+        state_out(ht, i_out, pS, dS, S, H, D, V)
     dismiss(rings, STAGES)
     dismiss((rv,), STAGES)

@@ -32,6 +32,20 @@ def state_places(i_h, i_v, D: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, M
 
 
 @gluon.jit
+def state_in(states, slot, places, d, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr):
+    """The state [D, BV] in ``slot``, zero if that is negative."""
+    known = gl.expand_dims(d < D * (slot + 1), 1)
+    return gl.load(states + slot.to(gl.int64) * (H * D * V) + places, mask=known, other=0.0)
+
+
+@gluon.jit
+def state_out(states, slot, places, d, S, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr):
+    """Store a state in ``slot``, nowhere if that is negative."""
+    known = gl.expand_dims(d < D * (slot + 1), 1)
+    gl.store(states + slot.to(gl.int64) * (H * D * V) + places, S, mask=known)
+
+
+@gluon.jit
 def ring(operand, STAGES: gl.constexpr):
     """Slots of an operand, given by its tensor map, and their barriers."""
     slots = gl.allocate_shared_memory(operand.dtype, [STAGES] + operand.block_type.shape, operand.layout)  # noqa: RUF005
