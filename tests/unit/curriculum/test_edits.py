@@ -98,7 +98,7 @@ def text(run: Run, steps: int) -> list:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(edits())
 def test_an_edit_is_accepted_exactly_when_it_rewrites_nothing(edit: tuple[Run, Run, int]) -> None:
     old, new, steps = edit
@@ -108,7 +108,7 @@ def test_an_edit_is_accepted_exactly_when_it_rewrites_nothing(edit: tuple[Run, R
         assert text(old, steps) == text(new, steps)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(edits(), st.sampled_from(list(Schedule)))
 def test_the_learning_rate_goes_on_from_where_it_is(edit: tuple[Run, Run, int], schedule: Schedule) -> None:
     old, new, steps = edit

@@ -36,7 +36,7 @@ def test_labels_of_documents_of_one_two_and_three_tokens() -> None:
         max_size=4,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_labels_against_their_definition(rows: list[list[int]]) -> None:
     batch = make(rows, 24)
     assert batch.cu_seqlens[0] == 0

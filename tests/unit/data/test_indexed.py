@@ -24,7 +24,7 @@ def write(folder: Path, documents: list[list[int]], dtype: type[np.generic] = np
     documents=st.lists(st.lists(st.integers(0, 60000), min_size=1, max_size=40), min_size=1, max_size=20),
     wide=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], wide: bool) -> None:
     paths = write(tmp_path_factory.mktemp("corpus"), documents, np.int32 if wide else np.uint16)
     reader = IndexedReader(*paths)

@@ -87,7 +87,7 @@ def test_hash_does_not_change() -> None:
     lengths=st.lists(st.integers(1, 50), min_size=0, max_size=200),
     context=st.integers(50, 90),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_best_fit_fills_without_overflow(lengths: list[int], context: int) -> None:
     packed, count = best_fit(np.array(lengths, np.int64), context)
     loads = np.bincount(packed, weights=lengths, minlength=count)
@@ -107,7 +107,7 @@ def test_best_fit_fills_without_overflow(lengths: list[int], context: int) -> No
     shortest=st.sampled_from([0, 5, 20]),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_once_per_epoch(
     lengths: list[int], context: int, window: int, shortest: int, seed: int
 ) -> None:
@@ -128,7 +128,7 @@ def test_every_token_once_per_epoch(
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_stages_continue_without_repeats_or_losses(data: st.DataObject) -> None:
     """Stages with other contexts, mixes and lengths; two epochs of a source are seen exactly twice."""
     lengths = {

@@ -85,7 +85,7 @@ def random_scores(tokens, experts, seed):
     return torch.sigmoid(torch.randn(tokens, experts, generator=g) + torch.randn(experts, generator=g))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 200),
     experts=st.integers(2, 24),
@@ -111,7 +111,7 @@ def test_bias_lies_within_a_bin_of_the_exact_quantile(tokens, experts, bins, see
     assert abs(centred.mean()) < 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(2, 300),
     experts=st.integers(2, 16),
@@ -132,7 +132,7 @@ def test_bias_does_not_depend_on_the_partition(tokens, experts, seed, cuts, rank
     assert torch.equal(solve(rules[0], bias, summed), whole)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), padding=st.integers(1, 60))
 def test_invalid_tokens_leave_no_trace(seed, padding):
     scores, bias = random_scores(90, 8, seed), torch.zeros(8)

@@ -49,7 +49,7 @@ def test_exact_rule_on_the_worked_example(scope):
     assert loads(SCORES, found.double() - 1e-7 * torch.arange(4), 1) == [2, 2, 2, 2]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     tokens=st.integers(1, 120),
     experts=st.integers(2, 12),
