@@ -107,7 +107,14 @@ def test_every_rule_is_that_of_one_rank(name, reference):
         for rule, (biases, gradient, metrics, state) in reference.items():
             assert torch.equal(found[rule][0], biases), rule
             torch.testing.assert_close(found[rule][1], gradient, atol=1e-5, rtol=1e-4)
-            assert found[rule][2] == metrics, rule
+            for theirs, ours in zip(found[rule][2], metrics, strict=True):
+                # scores of fewer rows at once may round differently, which only this metric shows
+                close = (
+                    {"exact_error": pytest.approx(ours["exact_error"], rel=1e-4)}
+                    if "exact_error" in ours
+                    else {}
+                )
+                assert theirs == ours | close, rule
             assert all(torch.equal(found[rule][3][key], value) for key, value in state.items()), rule
 
 
