@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,25 @@ def test_every_command_of_ours_exists_and_its_settings_compose(block: Block) -> 
         if composes or program in ("launch/slurm.py", "launch/quickstart.sh", "launch/summary.py"):
             settings = [word for word in rest if "=" in word and not word.startswith("-")]
             compose(settings)
+
+
+EXPERIMENTS = [
+    block
+    for file in documents()
+    for block in blocks(file)
+    if block.language == "yaml" and block.text.startswith("# @package _global_")
+]
+
+
+def test_documents_show_experiments() -> None:
+    assert EXPERIMENTS
+
+
+@pytest.mark.parametrize("block", EXPERIMENTS, **ids)
+def test_an_experiment_s_file_composes(block: Block, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "configs" / "experiment" / "shown.yaml").write_text(block.text)
+    compose(["experiment=shown"], tmp_path / "configs")
 
 
 def test_every_reason_not_to_run_is_in_front_of_a_command_block() -> None:
