@@ -31,7 +31,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _poisoned_gpu_memory(request: pytest.FixtureRequest) -> None:
-    """On a GPU, new tensors lie where every number is NaN: what a kernel leaves unwritten does not go unseen."""
+    """On a GPU new tensors lie where every number is NaN, so that what a kernel leaves unwritten is seen."""
     if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
         torch.cuda.empty_cache()
         sizes = [1 << 28] + [
