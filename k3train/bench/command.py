@@ -11,11 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from k3train.bench.items import PEERS, default_shapes, find, read_shape
-from k3train.bench.record import Record, read_record
-from k3train.bench.table import list_items, print_audit, print_comparison, print_record
+from k3train.bench.items import PEERS, default_shapes, find, read_audited, read_shape
+from k3train.bench.output import claimed
+from k3train.bench.record import Record, own_trouble, read_record
+from k3train.bench.table import common, list_items, print_audit, print_comparison, print_record
 from k3train.config.keys import closest_word
-from k3train.config.problems import BadInput
+from k3train.config.problems import BadInput, Unavailable
 
 WIDTH = 170
 """Of tables that go into a file, in characters."""
@@ -81,6 +82,11 @@ def _show(files: list[str], console: Console) -> int:
         raise BadInput(f"show takes one file to print or two to compare, not {len(files)}")
     records = [read_record(Path(file)) for file in files]
     if len(records) == 2:
+        if not common(*records):
+            raise BadInput(
+                f"{files[0]} and {files[1]} have no measured row in common; "
+                "give two files of the same items and shapes, such as one before a change and one after"
+            )
         print_comparison(records[0], records[1], console)
     else:
         _print(records[0], console)
@@ -102,7 +108,6 @@ def _run(items: list[str], options: argparse.Namespace, arguments: list[str], co
         _shapes(items, options.shape, "cpu", audit=options.audit)  # before torch is imported
     device = _device(options.device)
     shapes = _shapes(items, options.shape, device, audit=options.audit)
-    out = _out(options.out)
     from k3train.bench.program import Request, run
 
     request = Request(
@@ -115,9 +120,12 @@ def _run(items: list[str], options: argparse.Namespace, arguments: list[str], co
         command=shlex.join(["k3train", "bench", *arguments]),
         audit_bound=bound,
     )
-    record = run(request, out)
+    with claimed(options.out, f"bench-{_slug()}-{datetime.date.today().isoformat()}") as out:
+        record = run(request, out)
     _print(record, console)
-    print(f"written to {out}; k3train bench show {out} prints it again")
+    print(f"written to {out}; k3train bench show {out} prints it again", flush=True)
+    if record.audit is None and (trouble := own_trouble(record)):
+        raise Unavailable(trouble)
     return 0
 
 
@@ -156,21 +164,10 @@ def _shapes(
     items: list[str], texts: list[str] | None, device: str, *, audit: bool
 ) -> dict[str, list[dict[str, int]]]:
     if audit:
-        default = "tokens=512,heads=16,head_dim=128" if device == "cuda" else "tokens=192,heads=2,head_dim=32"
-        return {"kda": [read_shape("kda", texts[0] if texts else default, device)]}
+        return {"kda": [read_audited(texts, device)]}
     if texts:
         return {items[0]: [read_shape(items[0], text, device) for text in texts]}
     return {item: [dict(shape) for shape in default_shapes(item, device)] for item in items}
-
-
-def _out(given: Path | None) -> Path:
-    if given is not None:
-        if given.is_dir():
-            raise BadInput(f"--out {given} is a folder; give a file to write")
-        return given
-    name = f"bench-{_slug()}-{datetime.date.today().isoformat()}"
-    free = (Path(f"{name}{end}.json") for end in ("", *(f"-{i}" for i in range(2, 1000))))
-    return next(path for path in free if not path.exists())
 
 
 def _slug() -> str:

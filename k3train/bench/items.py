@@ -15,7 +15,7 @@ OURS = "k3train"
 PEERS = {"fla": "fla-core", "automodel": "nemo-automodel", "megatron": "megatron-core"}
 """Names of peers and of the packages that hold them."""
 LARGEST = 2**40
-"""Above every size that could be meant."""
+"""No size that could be meant is above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +154,42 @@ def read_shape(item: str, text: str, device: str) -> dict[str, int]:
 
     Raises BadInput naming the word that is no size, or the sizes that do not fit together.
     """
-    shape = dict(default_shapes(item, device)[0])
+    shape, given = dict(default_shapes(item, device)[0]), set[str]()
     for part in text.split(","):
-        name, equals, value = part.partition("=")
+        name, _, value = part.partition("=")
         if name not in shape:
             near = closest_word(name, shape)
             hint = f"did you mean {near}?" if near else f"it has {', '.join(shape)}"
             raise BadInput(f"--shape {part}: {item} has no size {name!r}; {hint}")
-        least = 0 if name == "proxy" else 1
-        if not equals or not value.isascii() or not value.isdigit() or not least <= int(value) < LARGEST:
-            raise BadInput(f"--shape {part}: {name} must be a whole number from {least} on")
-        shape[name] = int(value)
+        if name in given:
+            raise BadInput(f"--shape {text}: {name} is given twice; give it once, or --shape once for each")
+        given.add(name)
+        shape[name] = _size(name, value, part)
     _check(item, shape, text)
+    return shape
+
+
+def _size(name: str, value: str, part: str) -> int:
+    least = 0 if name == "proxy" else 1
+    digits = value.isascii() and value.isdigit() and len(value) < 100
+    if not digits or not least <= int(value) <= LARGEST:
+        raise BadInput(f"--shape {part}: {name} must be a whole number from {least} to {LARGEST}")
+    return int(value)
+
+
+def read_audited(texts: list[str] | None, device: str) -> dict[str, int]:
+    """The one shape of an audit of kda: of ``texts``, what ``--shape`` gave, or its own. Raises BadInput."""
+    if texts and len(texts) > 1:
+        raise BadInput(f"--shape {texts[1]}: an audit is of one shape; give --shape once")
+    default = "tokens=512,heads=16,head_dim=128" if device == "cuda" else "tokens=192,heads=2,head_dim=32"
+    text = texts[0] if texts else default
+    shape = read_shape("kda", text, device)
+    if texts and shape["documents"] > 1:
+        raise BadInput(f"--shape {text}: an audit is of one document; leave documents out")
+    if shape["tokens"] < work.KDA_CHUNK:
+        raise BadInput(
+            f"--shape {text}: an audit needs a chunk at least; use tokens={work.KDA_CHUNK} or more"
+        )
     return shape
 
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 from dataclasses import asdict
 
+from k3train.bench.record import EXPIRED
 from k3train.bench.worker import READY, Task
 
 
@@ -58,7 +59,7 @@ class Process:
         finally:
             timer.cancel()
         if self.late:
-            return f"did not end within {max(seconds, 0):.3g} s"
+            return f"{EXPIRED} {max(seconds, 0):.3g} s"
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
         self.errors.seek(0)

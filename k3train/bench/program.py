@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from k3train.bench.items import ITEMS, OURS, PEERS
+from k3train.bench.items import ITEMS, OURS, PEERS, shape_words
 from k3train.bench.machine import version
 from k3train.bench.process import Process
 from k3train.bench.record import ABSENT, FAILED, LATE, NONE, Record, Row
@@ -82,6 +82,13 @@ def _ask(process: Process, request: Request) -> dict:
     """What a process writes that must succeed."""
     process.go()
     trouble = process.wait(request.budget_seconds)
+    if process.late:
+        raise Unavailable(
+            f"--budget {request.budget_seconds:g} was over before anything was measured; give more seconds"
+        )
+    if trouble and request.audit_bound is not None:
+        words = shape_words(process.task.shapes[0])
+        raise Unavailable(f"{words} could not be audited: {trouble}; try smaller sizes with --shape")
     if trouble:
         raise Unavailable(f"this machine could not be measured: {trouble}")
     return json.loads(Path(process.task.out).read_text())

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from k3train.bench.items import OURS
+from k3train.bench.output import unwritable
 from k3train.config.problems import BadInput
 
 FORMAT = "k3train bench 1"
 MEASURED, ABSENT, NONE, FAILED, LATE = "measured", "not installed", "has none", "failed", "no time"
+EXPIRED = "did not end within"
+"""How the reason begins of a process that was given too little time."""
 STATUS = (MEASURED, ABSENT, NONE, FAILED, LATE)
 
 
@@ -62,14 +67,17 @@ class Record:
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
-        beside = path.with_name(path.name + ".part")
-        beside.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
         rows = [{k: v for k, v in asdict(row).items() if v not in (None, "")} for row in self.rows]
         body = {"format": FORMAT, "made": self.made, "ceilings": self.ceilings, "rows": rows}
         if self.audit is not None:
             body["audit"] = self.audit
-        beside.write_text(json.dumps(body, indent=1) + "\n")
-        beside.replace(path)
+        try:
+            beside.write_text(json.dumps(body, indent=1) + "\n")
+            beside.replace(path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise unwritable(path, error) from None
 
 
 def read_record(path: Path) -> Record:
@@ -88,3 +96,17 @@ def read_record(path: Path) -> Record:
         return Record(made=body["made"], ceilings=body["ceilings"], rows=rows, audit=body.get("audit"))
     except (KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{path} is damaged: {error}") from None
+
+
+def own_trouble(record: Record) -> str:
+    """Why the file has no time of k3train's own, and what to do; empty when it has one."""
+    rows = [row for row in record.rows if row.by == OURS]
+    if any(row.status == MEASURED for row in rows):
+        return ""
+    reasons = list(dict.fromkeys(row.reason for row in rows))
+    fix = "try smaller sizes with --shape"
+    if any(row.status == LATE for row in rows):
+        fix = "give more seconds with --budget"
+    elif all(row.reason.startswith(EXPIRED) for row in rows):
+        fix = "give more with --item-seconds"
+    return f"nothing of {OURS}'s own could be measured ({'; '.join(reasons[:3])}); {fix}"

@@ -79,18 +79,18 @@ def _cells(row: Row, record: Record) -> list[str]:
     if row.status != MEASURED or row.ms is None:
         return [who, row.what, row.status, "", "", "", "", "", row.reason]
 
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
+    def number(value: float | None) -> str:
+        return "" if value is None else format(value, ",.3g" if value < 100 else ",.0f")
 
     return [
         who,
         row.what,
         f"{row.ms:.3f}",
         f"{row.low:.3f} to {row.high:.3f}",
-        number(row.ratio, ".2f"),
-        number(row.tflop_s, ",.3g") if row.tflop_s and row.tflop_s < 100 else number(row.tflop_s, ",.0f"),
-        number(row.gb_s, ",.0f"),
-        number(row.peak_gib, ".2f"),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        number(row.tflop_s),
+        number(row.gb_s),
+        "" if row.peak_gib is None else f"{row.peak_gib:.2f}",
         row.note,
     ]
 
@@ -105,14 +105,13 @@ def _name(by: str, record: Record) -> str:
 
 def print_comparison(before: Record, after: Record, console: Console) -> None:
     """Rows that both files have measured, and by how much they differ; others are counted."""
-    old = {_key(row): row for row in before.rows if row.status == MEASURED}
-    new = {_key(row): row for row in after.rows if row.status == MEASURED}
+    old, new = _measured(before), _measured(after)
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("item", "shape", "by", "what"):
         table.add_column(heading, overflow="fold")
     for heading in ("A ms", "B ms", "B / A", "A GiB", "B GiB", "beyond quartiles"):
         table.add_column(heading, justify="right")
-    for key in [key for key in old if key in new]:
+    for key in common(before, after):
         table.add_row(*_difference(old[key], new[key]))
     for letter, record in (("A", before), ("B", after)):
         machine = record.made.get("machine", {})
@@ -121,6 +120,16 @@ def print_comparison(before: Record, after: Record, console: Console) -> None:
     lone = [f"{len([k for k in one if k not in other])} only in {name}" for name, one, other in
             (("A", old, new), ("B", new, old))]  # fmt: skip
     console.print(", ".join(lone), highlight=False)
+
+
+def common(before: Record, after: Record) -> list[tuple[Any, ...]]:
+    """Keys of the rows that both files have measured."""
+    new = _measured(after)
+    return [key for key in _measured(before) if key in new]
+
+
+def _measured(record: Record) -> dict[tuple[Any, ...], Row]:
+    return {_key(row): row for row in record.rows if row.status == MEASURED}
 
 
 def _difference(a: Row, b: Row) -> list[str]:

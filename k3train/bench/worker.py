@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -140,8 +141,7 @@ def measure_shape(
     except Cannot as error:
         add(Row(**base, what=what, status=NONE, reason=str(error)))
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        add(Row(**base, what=what, status=FAILED, reason=f"{type(error).__name__}: {lines[0][:200]}"))
+        add(Row(**base, what=what, status=FAILED, reason=in_words(error)))
         print(f"{task.item} by {task.by}: {error!r}", file=sys.stderr)
     case = None
     gc.collect()
@@ -173,13 +173,21 @@ def _timed(
     return Row(**base, what=what, status=MEASURED, **asdict(timing), peak_gib=peak_gib(device))
 
 
+def in_words(error: Exception) -> str:
+    """An error in one line; of memory that was not to be had, only how much."""
+    if amount := re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE):
+        return f"out of memory: {amount[1]} more were needed"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
 if __name__ == "__main__":
     code = 1
     try:
         main(sys.argv[1])
         code = 0
     except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", in_words(error), sep="\n", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of gloo and of compilers sometimes abort a process that exits normally

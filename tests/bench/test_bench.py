@@ -16,7 +16,16 @@ from k3train.__main__ import main
 from k3train.bench import program, work
 from k3train.bench.items import ITEMS, OURS, PEERS, default_shapes
 from k3train.bench.machine import version
-from k3train.bench.record import ABSENT, FAILED, LATE, MEASURED, NONE, Record, Row, read_record
+from k3train.bench.record import (
+    ABSENT,
+    FAILED,
+    LATE,
+    MEASURED,
+    NONE,
+    Record,
+    Row,
+    read_record,
+)
 from k3train.bench.tuning import compiling, spread
 from k3train.bench.work import Work
 from k3train.bench.worker import BOTH, FORWARD, Task, measure_shape
@@ -213,7 +222,13 @@ def test_listing_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         (["kda,atn_res"], "'atn_res' cannot be benchmarked; did you mean attn_res?"),
         (["everything"], "cannot be benchmarked; there are kda"),
         (["kda", "--shape", "tokns=8"], "did you mean tokens?"),
-        (["kda", "--shape", "tokens=-8"], "tokens must be a whole number from 1 on"),
+        (["kda", "--shape", "tokens=-8"], "tokens must be a whole number from 1 to 1099511627776"),
+        (["situ", "--shape", "rows=99999999999999"], "rows must be a whole number from 1 to 1099511627776"),
+        (["situ", "--shape", "rows=" + 5000 * "9"], "rows must be a whole number from 1 to 1099511627776"),
+        (["situ", "--shape", "rows=5,rows=6"], "--shape rows=5,rows=6: rows is given twice"),
+        (["kda", "--audit", "--shape", "tokens=64", "--shape", "tokens=128"], "give --shape once"),
+        (["kda", "--audit", "--shape", "tokens=32"], "use tokens=64 or more"),
+        (["kda", "--audit", "--shape", "tokens=64,documents=2"], "leave documents out"),
         (["kda", "--shape", "tokens"], "tokens must be a whole number"),
         (["kda", "--shape", "tokens=10,documents=3"], "tokens=10 are not divisible by documents=3"),
         (["kda", "--shape", "tokens=8,documents=2,batch=2"], "documents lie in one row"),
@@ -234,7 +249,9 @@ def test_listing_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "{tmp}/text.json"], "is no JSON"),
         (["show", "{tmp}/other.json"], "was not written by k3train bench"),
         (["show", "{tmp}/cut.json"], "is damaged"),
+        (["show", "{tmp}/times.json", "{tmp}/audit.json"], "audit.json have no measured row in common"),
         (["kda", "--device", "cpu", "--out", "{tmp}"], "is a folder"),
+        (["kda", "--device", "cpu", "--out", "{tmp}/times.json"], "times.json exists and would be replaced"),
     ],
 )
 def test_mistakes_are_named_in_one_sentence(
@@ -243,6 +260,9 @@ def test_mistakes_are_named_in_one_sentence(
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "other.json").write_text("[1]")
     (tmp_path / "cut.json").write_text('{"format": "k3train bench 1", "made": {}}')
+    row = Row(item="situ", shape={"rows": 4, "channels": 8}, by=OURS, what=FORWARD, status=MEASURED, ms=1.0)
+    Record(made={}, rows=[row]).write(tmp_path / "times.json")
+    Record(made={}, audit={}).write(tmp_path / "audit.json")
     assert main(["bench", *(word.replace("{tmp}", str(tmp_path)) for word in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
