@@ -199,27 +199,9 @@ def balance(arguments: list[str]) -> int:
 
 def drill(arguments: list[str]) -> int:
     """Break small runs on purpose on this machine's CPU and check that each recovers as promised."""
-    parser = _parser("drill", drill)
-    parser.add_argument("--faults", metavar="A,B", help="only these rows of the fault matrix; default: all")
-    parser.add_argument(
-        "--kills", type=int, default=0, metavar="N", help="kill N random ranks at random moments instead"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random kills")
-    parser.add_argument("--dir", type=Path, help="keep the runs in this folder")
-    parser.add_argument("--list", action="store_true", help="only list the rows")
-    options = parser.parse_args(arguments)
-    if options.kills < 0:
-        parser.error(f"argument --kills: {options.kills} is negative; use 0 or more")
-    from k3train.drill.matrix import ROWS
-    from k3train.drill.program import chosen
-    from k3train.drill.program import drill as play
+    from k3train.drill.command import drill as run
 
-    rows = chosen(options.faults) if options.faults is not None else () if options.kills else ROWS
-    if options.list:
-        for row in rows or ROWS:
-            print(f"{row.name:20} {row.fault}")
-        return DONE
-    return play(rows, kills=options.kills, seed=options.seed, folder=options.dir)
+    return run(_parser("drill", drill), arguments)
 
 
 def bench(arguments: list[str]) -> int:

@@ -21,7 +21,6 @@ from k3train.drill.tiny import make_corpus, tiny_run
 from k3train.drill.watch import Watch
 from k3train.monitor.metrics_file import METRICS, read_records
 from k3train.train.launch import launch
-from k3train.train.signals import EXIT_STOPPED
 from k3train.train.supervisor import EVENTS
 
 WARM = "k3train.drill.rank"
@@ -159,13 +158,8 @@ class Bench:
             self.golden[layout] = read_trained(run)
         return self.golden[layout]
 
-    def start(
-        self, run: Run, faults: list[dict[str, Any]] | None = None, *, may_stop: bool = False
-    ) -> Outcome:
-        """Start a run, or go on with one, under these faults; returns when its supervisor has ended.
-
-        Raises KeyboardInterrupt when the run was asked to stop, which the user did unless ``may_stop``.
-        """
+    def start(self, run: Run, faults: list[dict[str, Any]] | None = None) -> Outcome:
+        """Start a run, or go on with one, under these faults; returns when its supervisor has ended."""
         folder = Path(run.dir)
         folder.mkdir(exist_ok=True)
         resolved = folder / "run.yaml"
@@ -183,8 +177,6 @@ class Bench:
         ):
             logs = DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL)
             code = launch(run, resolved, forked=rank, arguments=(str(resolved), str(plan)), logs=logs)
-        if code == EXIT_STOPPED and not may_stop:
-            raise KeyboardInterrupt
         return Outcome(
             run=run,
             code=code,

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from k3train.config.keys import closest_word
 from k3train.config.problems import BadInput
+from k3train.drill.apart import run_apart
 from k3train.drill.bench import Bench
 from k3train.drill.kills import Storm, storm
 from k3train.drill.matrix import ROWS
@@ -46,21 +47,25 @@ def chosen(names: str) -> list[Row]:
 def drill(rows: Iterable[Row], *, kills: int, seed: int, folder: Path | None) -> int:
     """Play the rows, then ``kills`` random kills; returns 0 when everything was as expected, else 1.
 
-    Runs are kept in ``folder``; without one they lie in a temporary folder that goes when all was well.
+    Runs are kept in ``folder``; without one they lie in a temporary folder, which stays only when something
+    was not as expected. SIGINT and SIGTERM stop the drill, with 1.
     Raises BadInput when ``folder`` is not empty.
     """
     if folder is not None and folder.is_dir() and any(folder.iterdir()):
         raise BadInput(f"--dir {folder} holds files, and runs there would go on: take an empty folder")
     used = folder or Path(tempfile.mkdtemp(prefix="k3train-drill-"))
+    keep = folder is not None
     try:
-        code = _drill(list(rows), kills, seed, used)
+        code = run_apart(lambda: _drill(list(rows), kills, seed, used))
+        keep |= code != 0
     except KeyboardInterrupt:
-        print("interrupted: there is no verdict", file=sys.stderr)
+        print("interrupted: the drill has stopped, without a verdict", file=sys.stderr)
         code = EXIT_UNEXPECTED
-    if code:
+    finally:
+        if not keep:
+            shutil.rmtree(used, ignore_errors=True)
+    if code and keep:
         print(f"what the runs left is in {used}")
-    elif folder is None:
-        shutil.rmtree(used, ignore_errors=True)
     return code
 
 
@@ -140,10 +145,10 @@ def _storm(result: Storm) -> Table:
 
 
 def _spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, 95th percentile and maximum."""
+    """Median, 95th percentile and maximum, none beyond the values themselves."""
     if len(values) < 2:
         return (values or [0.0])[0], (values or [0.0])[0], (values or [0.0])[0]
-    return statistics.median(values), statistics.quantiles(values, n=20)[-1], max(values)
+    return statistics.median(values), statistics.quantiles(values, n=20, method="inclusive")[-1], max(values)
 
 
 def _as_json(played: list[tuple[Row, Seen, float]], result: Storm | None, seed: int) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def stop_five_times(bench: Bench) -> Seen:
     codes = []
     for _ in range(5):
         with meanwhile(lambda: touch_after_steps(run, 1)):
-            codes.append(bench.start(run, may_stop=True).code)
+            codes.append(bench.start(run).code)
     codes.append(bench.start(run).code)
     return _stopped(bench, run, codes, [EXIT_STOPPED] * 5 + [EXIT_DONE])
 
@@ -94,10 +94,10 @@ def sigterm(bench: Bench) -> Seen:
     run = bench.new_run(TWO)
     mark = [{"point": "step.begin", "kind": "slow", "seconds": 0, "rank": 1, "step": 3}]
     with meanwhile(lambda: os.kill(pid_of_fault(run, 3), signal.SIGTERM)):
-        codes = [bench.start(run, mark, may_stop=True).code]
+        codes = [bench.start(run, mark).code]
     mark[0]["step"] = 7
     with meanwhile(lambda: (pid_of_fault(run, 7), os.kill(os.getpid(), signal.SIGTERM))):
-        codes.append(bench.start(run, mark, may_stop=True).code)
+        codes.append(bench.start(run, mark).code)
     codes.append(bench.start(run).code)
     return _stopped(bench, run, codes, [EXIT_STOPPED, EXIT_STOPPED, EXIT_DONE])
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from k3train.__main__ import main
 from k3train.config.problems import BadInput
 from k3train.config.schema import Run
 from k3train.drill.bench import read_trained
 from k3train.drill.kills import FIRST_RANK_ONLY, MOMENTS, WRITERS, plan_of_kills
 from k3train.drill.matrix import ROWS
-from k3train.drill.program import RESULTS, chosen, drill
+from k3train.drill.program import RESULTS, _spread, chosen, drill
 from k3train.drill.watch import Watch
 from k3train.faults import POINTS, read_plan
 from k3train.monitor.metrics_file import METRICS
@@ -50,6 +57,67 @@ def test_killed_runs_train_the_golden_run_s_bits_and_the_table_says_so(tmp_path:
     assert sum(storm["kills"].values()) == 4
     assert (storm["mismatches"], storm["lost"], storm["orphans"], storm["failed"]) == (0, 0, 0, [])
     assert "losses that differ from the golden run" in result.stdout
+
+
+def starts_ranks(folder: Path) -> bool:
+    """The fork server reads the ranks' imports, which takes seconds."""
+    return any(folder.glob("k3train-drill-*/run-001/logs"))
+
+
+def trains(folder: Path) -> bool:
+    return any("step" in file.read_text() for file in folder.glob(f"k3train-drill-*/run-001/{METRICS}"))
+
+
+@pytest.mark.parametrize("moment", [starts_ranks, trains])
+def test_ctrl_c_stops_the_drill_and_all_it_started(tmp_path: Path, moment: Callable[[Path], bool]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "k3train", "drill", "--faults", "kill,settings", "--kills", "20"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    started = psutil.Process(process.pid)
+    until = time.monotonic() + 250
+    while not moment(tmp_path) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    family = started.children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output, said = process.communicate(timeout=30)
+    assert (process.returncode, output) == (1, "")
+    assert said == "interrupted: the drill has stopped, without a verdict\n"
+    assert family
+    alive = [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not alive
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kills", "0"], "--kills: 0 is no number of kills; use 1 or more"),
+        (["--kills", "-3"], "--kills: -3 is no number of kills; use 1 or more"),
+        (["--kills", "1", "--seed", "-1"], "--seed: -1 is negative; use 0 or more"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["drill", "--list", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_no_percentile_lies_beyond_the_values() -> None:
+    assert _spread([0.09, 0.11, 0.13]) == (0.11, pytest.approx(0.128), 0.13)
+    values = [random.random() for _ in range(200)]
+    middle, high, worst = _spread(values)
+    assert (middle, worst) == (statistics.median(values), max(values))
+    assert sorted(values)[188] <= high <= sorted(values)[190]
+    assert _spread([]) == (0.0, 0.0, 0.0)
+    assert _spread([2.0]) == (2.0, 2.0, 2.0)
 
 
 def metrics(folder: Path, records: list[dict]) -> Run:
