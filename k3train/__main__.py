@@ -25,8 +25,8 @@ def train(arguments: list[str]) -> int:
     if run.cluster.nodes > 1:
         rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
-    from k3train.checkpoint.folder import committed
     from k3train.config.schema import Fp8, Offload
+    from k3train.config.trained import last_trained
     from k3train.data.preflight import check_data
     from k3train.optim.memory import check_memory
     from k3train.optim.rules import assignments
@@ -48,9 +48,11 @@ def train(arguments: list[str]) -> int:
     check_data(run)
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains
-        trained = max((step for step, _ in committed(resolved.parent / "checkpoints")), default=0)
-        for line in describe(settle(run, resolved, trained_steps=trained)):
+        changes = settle(run, resolved, last_trained(resolved.parent))
+        for line in describe(changes):
             print(line, flush=True)
+    if changes.all_trained:
+        return DONE
     note_end_time(run)
     return launch(run, resolved)
 

@@ -20,6 +20,7 @@ from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
 from k3train.config.secrets import HIDDEN, redact
+from k3train.config.trained import last_trained
 from k3train.optim.memory import check_memory
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
@@ -124,8 +125,11 @@ def submit(run: Run, script: str, folder: Path) -> int:
     Raises ConfigError when the folder holds another run.
     """
     run_dir = folder / run.dir
-    for line in describe(settle(run, run_dir / RESOLVED, trained_steps=_trained_steps(run_dir))):
+    changes = settle(run, run_dir / RESOLVED, last_trained(run_dir))
+    for line in describe(changes):
         print(line)
+    if changes.all_trained:
+        return 0
     job = run_dir / JOB
     job.write_text(script)
     try:
@@ -146,11 +150,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="one more sbatch option"
     )
-
-
-def _trained_steps(run_dir: Path) -> int:
-    names = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
-    return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
 
 
 def main(arguments: list[str]) -> int:

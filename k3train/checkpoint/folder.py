@@ -19,12 +19,12 @@ from k3train.checkpoint.manifest import (
     read_manifest,
 )
 from k3train.checkpoint.trust import check_trusted
+from k3train.config.trained import CHECKPOINT_NAME
 from k3train.faults import point
 
 LATEST = "LATEST"
 """File with the name of the newest checkpoint: a hint for people and scripts, never trusted by k3train."""
 
-_COMMITTED = re.compile(r"step_(\d{8,})")
 _REPLACED = re.compile(r"(step_\d{8,})\.replaced-[0-9a-f]+")
 _TEMPORARY = re.compile(r"step_\d{8,}\.(tmp|pruned)-[0-9a-f]+")
 
@@ -46,7 +46,7 @@ def committed(directory: Path) -> list[tuple[int, Path]]:
 
     Raises CheckpointError when the folder is there and cannot be read: a run never starts anew by accident.
     """
-    found = [(m, path) for path in _entries(directory) if (m := _COMMITTED.fullmatch(path.name))]
+    found = [(m, path) for path in _entries(directory) if (m := CHECKPOINT_NAME.fullmatch(path.name))]
     return sorted(((int(m[1]), path) for m, path in found), reverse=True)
 
 

@@ -28,10 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import rank
 from k3train.checkpoint.state import model_state, optimizer_state
+from k3train.config.trained import TRAIN_STATE
 from k3train.parallel.groups import Groups
-
-TRAIN_STATE = "train_state.json"
-"""What is not a tensor: the caller's train state, the layout, optimizer steps, versions."""
 
 INDEX = ".metadata"
 """torch's index of the shards, a pickle; ``k3train.checkpoint.reader`` reads it as data."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from k3train.config.compose import load_resolved, replace_resolved, save_resolve
 from k3train.config.identity import Kind, covers, kind_of
 from k3train.config.problems import ConfigError, ConfigProblem, shown
 from k3train.config.schema import Run, Stage
+from k3train.config.trained import Trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,12 @@ class Changes:
     """They do too, and ``resume.override`` names them."""
     accepted: list[Difference]
     """They decide speed, or what is yet to come."""
+    all_trained: int = 0
+    """Steps of the run when it had trained them all before, so that nothing was changed; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class _Begun:
     """How far a run has come, in terms of its stages."""
 
     stages: list[str]
@@ -57,8 +60,11 @@ class _Trained:
 
 
 def compare(old: Run, new: Run, *, trained_steps: int = 0) -> Changes:
-    """What differs between the run that trained ``trained_steps`` steps and the one that would go on."""
-    trained = _trained(old, trained_steps)
+    """What differs between the run that trained ``trained_steps`` steps and the one that would go on.
+
+    Until something is trained every setting is free.
+    """
+    trained = _begun(old, trained_steps)
     changes = Changes(refused=[], overridden=[], accepted=[])
     for each in differences(old, new):
         rule = _broken_rule(each, old, trained)
@@ -78,30 +84,48 @@ def differences(old: Run, new: Run) -> list[Difference]:
     return [Difference(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 
 
-def settle(run: Run, path: Path, *, trained_steps: int = 0) -> Changes:
+def settle(run: Run, path: Path, trained: Trained) -> Changes:
     """Write the resolved file of a run that starts or goes on; returns what changed since the last start.
 
-    Changes are also written to the run's history. Raises ConfigError when the file holds another run: another
-    model or seed, or anything else that decides what ``trained_steps`` steps were trained on.
+    Changes are also written to the run's history. When all is ``trained``, before and with them, the file
+    stays as it is: they would train nothing. Raises ConfigError, and writes nothing, when what is trained is
+    another run's: another model or seed, or anything else that decided what the steps were trained on. The
+    checkpoint's own settings say what that was; the file does where they cannot be read.
     """
-    changes = Changes(refused=[], overridden=[], accepted=[])
-    try:
+    if trained.settings is not None and trained.checkpoint is not None:
+        _refuse(compare(trained.settings, run, trained_steps=trained.steps), trained.checkpoint)
+    if not path.exists():
         save_resolved(run, path)
-    except FileExistsError:
-        changes = compare(load_resolved(path), run, trained_steps=trained_steps)
-        if changes.refused:
-            raise ConfigError(identity_problems(changes.refused, path.parent)) from None
-        told = {
-            name: {each.key: [each.old, each.new] for each in group}
-            for name, group in (("changed", changes.accepted), ("overridden", changes.overridden))
-        }
-        history.record(path.parent, "settings", step=trained_steps, **told)
-        replace_resolved(run, path)
+        return Changes(refused=[], overridden=[], accepted=[])
+    before = load_resolved(path)
+    changes = compare(before, run, trained_steps=trained.steps)
+    if trained.settings is None:
+        _refuse(changes, path.parent)
+    else:  # the file is of a start that trained nothing
+        changes = replace(changes, refused=[], accepted=[*changes.accepted, *changes.refused])
+    if not changes.accepted and not changes.overridden:
+        return changes
+    if 0 < max(_steps(before), _steps(run)) <= trained.steps:
+        return replace(changes, all_trained=trained.steps)
+    told = {
+        name: {each.key: [each.old, each.new] for each in group}
+        for name, group in (("changed", changes.accepted), ("overridden", changes.overridden))
+    }
+    history.record(path.parent, "settings", step=trained.steps, **told)
+    replace_resolved(run, path)
     return changes
 
 
 def describe(changes: Changes) -> Iterator[str]:
-    """A line for each change that the run goes on with."""
+    """A line for each change that the run goes on with, or that comes too late."""
+    if changes.all_trained:
+        for each in (*changes.accepted, *changes.overridden):
+            yield f"not changed, since nothing is left to train: {each}"
+        yield (
+            f"all {changes.all_trained} steps are trained, and run.yaml stays as it is: "
+            "lengthen a stage or add one to train on, or start another run with another name"
+        )
+        return
     for each in changes.accepted:
         yield f"changed since the last start: {each}"
     for each in changes.overridden:
@@ -130,13 +154,13 @@ _OWN_RULES = {
 """Why single settings may not change, where that says more than that they decide what is trained."""
 
 
-def _broken_rule(change: Difference, old: Run, trained: _Trained) -> str:
+def _broken_rule(change: Difference, old: Run, trained: _Begun) -> str:
     """Why the change is not free, as the end of a sentence about its key; empty when it is."""
     name = change.key.split(".")[2] if change.key.count(".") > 1 else ""
     begun = trained.stages
     match kind_of(change.key):
         case None | Kind.identity:
-            return _OWN_RULES.get(change.key, "decides what is trained")
+            return _OWN_RULES.get(change.key, "decides what is trained") if begun else ""
         case Kind.stage:
             return f"the stage {name} has begun" if name in begun else ""
         case Kind.length:
@@ -156,7 +180,7 @@ def _broken_rule(change: Difference, old: Run, trained: _Trained) -> str:
             return ""
 
 
-def _broken_length(change: Difference, stage: str, trained: _Trained) -> str:
+def _broken_length(change: Difference, stage: str, trained: _Begun) -> str:
     if stage not in trained.stages:
         return ""
     if stage != trained.stages[-1] or not isinstance(change.new, int):
@@ -171,7 +195,18 @@ def _only_a_limit(old: object, new: object) -> bool:
     return new >= old or new % 1 == 0
 
 
-def _trained(run: Run, trained_steps: int) -> _Trained:
+def _refuse(changes: Changes, trained: Path) -> None:
+    if changes.refused:
+        raise ConfigError(identity_problems(changes.refused, trained))
+
+
+def _steps(run: Run) -> int:
+    """Optimizer steps of the whole run."""
+    stages = [run.curriculum.stages[name] for name in run.curriculum.order]
+    return sum(stage.tokens // stage.batch_tokens for stage in stages)
+
+
+def _begun(run: Run, trained_steps: int) -> _Begun:
     begun: list[str] = []
     steps_left, tokens = trained_steps, 0
     for name in run.curriculum.order:
@@ -181,7 +216,7 @@ def _trained(run: Run, trained_steps: int) -> _Trained:
         steps = min(steps_left, stage.tokens // stage.batch_tokens)
         begun.append(name)
         steps_left, tokens = steps_left - steps, steps * stage.batch_tokens
-    return _Trained(begun, tokens)
+    return _Begun(begun, tokens)
 
 
 def _leaves(node: object, path: str = "") -> Iterator[tuple[str, Any]]:

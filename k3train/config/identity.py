@@ -10,7 +10,7 @@ class Kind(Enum):
     """When a setting may no longer change. What may change is said aloud all the same."""
 
     identity = "identity"
-    """Never: it decides what the run trains from its first step on."""
+    """Once anything is trained: it decides what the run trains from its first step on."""
     stage = "stage"
     """Once its stage has begun: it decides what the stage trains."""
     length = "length"

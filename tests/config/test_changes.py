@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from k3train.config.build import to_plain
 from k3train.config.compare import compare, describe, differences, settle
-from k3train.config.compose import load_resolved
+from k3train.config.compose import load_resolved, to_yaml
 from k3train.config.history import read_history, run_id
 from k3train.config.identity import KINDS, Kind, covers, kind_of
 from k3train.config.keys import flattened, follow
 from k3train.config.problems import BadInput, ConfigError
 from k3train.config.rules import check
+from k3train.config.trained import TRAIN_STATE, Trained, last_trained
 from tests.config.trees import four_stage_run
 
 STAGE = "curriculum.stages.s2048"
@@ -26,11 +29,12 @@ MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2
 @pytest.mark.parametrize(
     ("changes", "steps", "is_refused"),
     [
-        ({"seed": 9}, 0, True),
-        ({"model.hidden_size": 256}, 0, True),
-        ({"model.moe.router.quantile.bins": 10}, 0, True),
+        ({"seed": 9}, 0, False),
+        ({"seed": 9}, 1, True),
+        ({"model.hidden_size": 256}, 1, True),
+        ({"model.moe.router.quantile.bins": 10}, 1, True),
         ({"model.mtp.num_layers": 1}, 50, True),
-        ({"data.pack_window_tokens": 1}, 0, True),
+        ({"data.pack_window_tokens": 1}, 1, True),
         ({"data.sources.code.path": "elsewhere"}, 50, False),
         ({"data.sources.code.min_document_tokens": 9}, 0, False),
         ({"data.sources.code.min_document_tokens": 9}, 1, True),
@@ -162,9 +166,9 @@ def test_difference_of_a_whole_stage() -> None:
 
 def test_going_on_with_a_changed_run_is_said_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    assert list(describe(settle(four_stage_run(), path))) == []
-    assert list(describe(settle(four_stage_run(), path))) == []
-    changed = settle(four_stage_run({"optim.beta2": 0.99}), path, trained_steps=3)
+    assert list(describe(settle(four_stage_run(), path, Trained()))) == []
+    assert list(describe(settle(four_stage_run(), path, Trained()))) == []
+    changed = settle(four_stage_run({"optim.beta2": 0.99}), path, Trained(steps=3))
     assert list(describe(changed)) == ["changed since the last start: optim.beta2: 0.95 -> 0.99"]
     assert load_resolved(path).optim.beta2 == 0.99
     (entry,) = read_history(tmp_path)
@@ -173,9 +177,9 @@ def test_going_on_with_a_changed_run_is_said_and_kept(tmp_path: Path) -> None:
 
 def test_going_on_with_another_run_is_refused_with_both_values(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    settle(four_stage_run(), path)
+    settle(four_stage_run(), path, Trained())
     with pytest.raises(ConfigError) as error:
-        settle(four_stage_run({"seed": 9, "model.num_heads": 8, "optim.beta2": 0.99}), path)
+        settle(four_stage_run({"seed": 9, "model.num_heads": 8, "optim.beta2": 0.99}), path, Trained(steps=1))
     assert [(p.key, p.id) for p in error.value.problems] == [
         ("seed", "run.identity"),
         ("model.num_heads", "run.identity"),
@@ -189,14 +193,72 @@ def test_going_on_with_another_run_is_refused_with_both_values(tmp_path: Path) -
     assert read_history(tmp_path) == []
 
 
+def checkpoint(folder: Path, step: int, settings: object) -> Path:
+    """What a start reads of a checkpoint."""
+    path = folder / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / TRAIN_STATE).write_text(json.dumps({"train": {"settings": settings}}))
+    return path
+
+
+def test_the_checkpoint_says_what_was_trained_and_nothing_is_written_before_it_is_asked(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.yaml"
+    saved = checkpoint(tmp_path, 3, to_plain(four_stage_run()))
+    with pytest.raises(ConfigError, match=f"seed = 9 was 1234 when {saved} was trained"):
+        settle(four_stage_run({"seed": 9}), path, last_trained(tmp_path))
+    assert not path.exists()
+    settle(four_stage_run(), path, last_trained(tmp_path))
+    path.write_text(to_yaml(four_stage_run({"seed": 9})))  # of a start that trained nothing
+    found = settle(four_stage_run(), path, last_trained(tmp_path))
+    assert list(describe(found)) == ["changed since the last start: seed: 9 -> 1234"]
+    assert load_resolved(path) == four_stage_run()
+
+
+def test_until_something_is_trained_every_setting_is_free(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    settle(four_stage_run(), path, last_trained(tmp_path))
+    settle(four_stage_run({"seed": 9}), path, last_trained(tmp_path))
+    assert load_resolved(path).seed == 9
+
+
+def test_a_checkpoint_without_readable_settings_tells_its_step_only(tmp_path: Path) -> None:
+    assert last_trained(tmp_path) == Trained()
+    older = checkpoint(tmp_path, 3, to_plain(four_stage_run({"seed": 9})))
+    for step, settings in ((5, {"sed": 1}), (6, None)):
+        checkpoint(tmp_path, step, settings)
+    (checkpoint(tmp_path, 7, None) / TRAIN_STATE).write_bytes(b"\xff")
+    found = last_trained(tmp_path)
+    assert (found.steps, found.checkpoint) == (7, older)
+    assert found.settings is not None
+    assert found.settings.seed == 9
+
+
+def test_a_change_to_a_run_that_has_ended_is_said_and_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    settle(four_stage_run(), path, Trained())
+    ended = Trained(steps=54)
+    assert list(describe(settle(four_stage_run(), path, ended))) == []
+    other = four_stage_run({"optim.weight_decay": 0.02})
+    first, last = describe(settle(other, path, ended))
+    assert first == "not changed, since nothing is left to train: optim.weight_decay: 0.1 -> 0.02"
+    assert last.startswith("all 54 steps are trained, and run.yaml stays as it is")
+    assert load_resolved(path) == four_stage_run()
+    assert read_history(tmp_path) == []
+    longer = four_stage_run({"curriculum.stages.s32768.tokens": 98_304})
+    assert settle(longer, path, ended).all_trained == 0
+    assert load_resolved(path) == longer
+
+
 def test_an_override_is_accepted_and_recorded(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    settle(four_stage_run(), path)
+    settle(four_stage_run(), path, Trained())
     other = {"seed": 9, "data.pack_window_tokens": 8192, "resume.override": ["seed"]}
     with pytest.raises(ConfigError) as error:
-        settle(four_stage_run(other), path, trained_steps=45)
+        settle(four_stage_run(other), path, Trained(steps=45))
     assert [problem.key for problem in error.value.problems] == ["data.pack_window_tokens"]
-    changed = settle(four_stage_run(other | {"resume.override": ["seed", "data"]}), path, trained_steps=45)
+    changed = settle(four_stage_run(other | {"resume.override": ["seed", "data"]}), path, Trained(steps=45))
     assert "changed since the last start, because resume.override says so: seed: 1234 -> 9" in list(
         describe(changed)
     )

@@ -17,6 +17,7 @@ from k3train.config.compare import settle
 from k3train.config.compose import compose
 from k3train.config.history import read_history
 from k3train.config.schema import Curriculum, Mtp, Run, Stage, StageLearningRate, StageParallel
+from k3train.config.trained import Trained, last_trained
 from k3train.curriculum.stages import stage_table
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
 from tests.ranks import RanksFailed, run_ranks
@@ -94,11 +95,11 @@ def _milestones(run: Run) -> dict[int, dict]:
 def test_a_run_is_edited_under_way_and_its_past_stays(tmp_path: Path) -> None:
     """Finished, then lengthened; a stage of new text is added behind; the seed is changed on purpose."""
     run = make_run(tmp_path, curriculum=_two_stages(4, None))
-    settle(run, tmp_path / "run" / "run.yaml")
+    settle(run, tmp_path / "run" / "run.yaml", Trained())
     assert train_run(run) == [0]
     before = losses(run)
     longer = make_run(tmp_path, curriculum=_two_stages(6, 2))
-    settle(longer, tmp_path / "run" / "run.yaml", trained_steps=4)
+    settle(longer, tmp_path / "run" / "run.yaml", last_trained(tmp_path / "run"))
     assert train_run(longer) == [0]
     after = losses(longer)
     assert {step: after[step] for step in before} == before
