@@ -74,6 +74,9 @@ def show(arguments: list[str]) -> int:
     rules_only = options.overrides[:1] == ["optim"]
     if rules_only:
         del options.overrides[0]
+    if options.run and options.overrides:
+        given = options.overrides[0]
+        parser.error(f"argument --run: a file is shown as it is, without {given}; leave one of them out")
     run = load_resolved(options.run) if options.run else compose(options.overrides, options.config_dir)
     base = load_resolved(options.against) if options.against else compose([], options.config_dir)
     console = Console()

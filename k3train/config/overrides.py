@@ -50,11 +50,15 @@ def read_overrides(given: list[str], config_dir: Path) -> Overrides:
     """Check every override; accepted ones are ready for Hydra, the others are problems."""
     result = Overrides()
     parser = OverridesParser.create()
+    first: dict[str, str] = {}
     for text in given:
         override = _parse(parser, text)
         if override is None:
             rule = f"'{shown(text)}' cannot be read as key=value"
             _refuse(result, "", text, rule, _unreadable_fix(text), "config.override")
+        elif (before := first.setdefault(key := override.key_or_group, text)) != text:
+            rule = f"'{shown(before)}' and '{shown(text)}' set the same key, and only one can hold"
+            _refuse(result, key, None, rule, "Leave one out", "config.override", text_only=True)
         else:
             _sort_in(result, override, text, config_dir)
     return result
@@ -136,6 +140,11 @@ def _set(result: Overrides, key: str, plain: str, value: Any) -> None:
             f"Set the keys below it, as {key}.KEY=VALUE",
             "config.type",
         )
+    elif value == {}:
+        rule = "adds nothing, and an override takes no entries away"
+        root = key.partition(".")[0]
+        fix = f"Leave it out; for other entries select another file, as {root}=NAME"
+        _refuse(result, key, value, rule, fix, "config.override")
     elif typing.get_origin(without_none(follow(key))[0]) is list and isinstance(value, Mapping):
         _refuse(result, key, cast(Any, value), "must be a list", f"Write it as {key}=[a,b]", "config.type")
     elif any(runs_something(text) for text in _texts(value)):

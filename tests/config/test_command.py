@@ -51,6 +51,15 @@ def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str], 
     assert "has no run.yaml" in capsys.readouterr().err
 
 
+def test_show_of_a_file_takes_no_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_resolved(compose([]), tmp_path / "run.yaml")
+    for more in (["seed=5"], ["optim", "seed=5"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["show", "--run", str(tmp_path / "run.yaml"), *more])
+        said = "argument --run: a file is shown as it is, without seed=5; leave one of them out"
+        assert said in capsys.readouterr().err
+
+
 def test_show_marks_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "model.num_heads=8", "name=wide"]) == 0
     out = capsys.readouterr().out

@@ -119,6 +119,9 @@ def test_folder_from_the_environment(configs: Path, monkeypatch: pytest.MonkeyPa
         ("curriculum.order.9=x", "config.compose", "curriculum.order.9"),
         ("seed=???", "config.missing-key", "Set seed"),
         ("curriculum.order={a: 1}", "config.type", "must be a list"),
+        ("data.sources={}", "config.override", "select another file, as data=NAME"),
+        ("curriculum.stages={}", "config.override", "takes no entries away"),
+        ("curriculum.stages.s256.mix={}", "config.override", "adds nothing"),
         ("", "config.override", "cannot be read"),
         ("name=${oc.env:HOME}", "config.interpolation", "nothing in a value is ever run"),
         ("name='a ${oc.env:HOME}'", "config.interpolation", "nothing in a value is ever run"),
@@ -222,6 +225,17 @@ def test_wrong_type_names_key_value_and_expected(override: str, id: str, words: 
     assert problem.id == id
     assert problem.key.startswith(override.partition("=")[0])
     assert all(word in str(problem) for word in words), str(problem)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("seed=1", "seed=2"), ("model=k3", "model=k3_3b"), ("experiment=k3", "+experiment=debug")],
+)
+def test_a_key_that_is_set_twice(first: str, second: str) -> None:
+    problem = only([first, "name=x", second])
+    assert problem.id == "config.override"
+    assert f"'{first}' and '{second}' set the same key" in str(problem)
+    assert compose([first, first]) == compose([first])
 
 
 def test_missing_keys_of_a_new_stage() -> None:
