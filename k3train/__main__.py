@@ -32,10 +32,12 @@ def train(arguments: list[str]) -> int:
     from k3train.optim.rules import assignments
     from k3train.train.claim import claimed
     from k3train.train.launch import launch
+    from k3train.train.preflight import check_start
     from k3train.train.signals import note_end_time
 
     assignments(run.model, run.optim)
     check_memory(run)
+    check_start(run)
     if run.optim.offload is Offload.cpu:
         from k3train.optim.offload import host_adam
 

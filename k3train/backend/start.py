@@ -26,18 +26,11 @@ def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.de
     """
     _quiet_libraries()
     mcore_fixes.before_import()
-    use_cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
-    if use_cuda and not torch.cuda.is_available():
-        raise Unavailable("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")
-    if use_cuda:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if wants_gpus(device, local_rank + 1):
         # One hardware queue keeps the order of communication and compute that megatron-core relies on.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if chosen.index >= (count := torch.cuda.device_count()):
-            raise Unavailable(
-                f"this machine has {count} GPU{'s' if count != 1 else ''}, and its rank {chosen.index} "
-                f"(counted from 0) needs one too: set cluster.ranks_per_node={count}, or device=cpu"
-            )
+        chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     else:
         torch.set_num_threads(threads)
@@ -45,6 +38,23 @@ def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.de
         chosen = torch.device("cpu")
     mcore_fixes.apply()
     return chosen
+
+
+def wants_gpus(device: Device, ranks: int) -> bool:
+    """Whether this machine's first ``ranks`` ranks compute on GPUs; takes none of them.
+
+    Raises Unavailable when they should and there are too few.
+    """
+    if device is Device.cpu or (device is Device.auto and not torch.cuda.is_available()):
+        return False
+    if not torch.cuda.is_available():
+        raise Unavailable("device=cuda, but torch sees no GPU: set device=cpu or run where nvidia-smi works")
+    if ranks > (count := torch.cuda.device_count()):
+        raise Unavailable(
+            f"this machine has {count} GPU{'s' if count != 1 else ''}, and its rank {ranks - 1} "
+            f"(counted from 0) needs one too: set cluster.ranks_per_node={count}, or device=cpu"
+        )
+    return True
 
 
 def _quiet_libraries() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank
+from k3train.checkpoint.fit import other_precision
 from k3train.checkpoint.folder import verify
 from k3train.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from k3train.checkpoint.reader import PlainReader, plain_data_only
@@ -31,10 +32,14 @@ from k3train.checkpoint.state import (
     put_optimizer_state,
     unwrap,
 )
+from k3train.config.schema import Precision
 from k3train.optim.build import allocate_state, members, set_optimizer_steps
 from k3train.parallel.groups import Groups
 
 logger = logging.getLogger(__name__)
+
+type _Form = tuple[tuple[int, ...], torch.dtype]
+"""Global shape and dtype of a tensor."""
 
 _OPTIMIZER_KEYS = "optimizer."
 _NAMES_IN_MESSAGE = 20
@@ -129,9 +134,9 @@ def _raised_everywhere(work: Callable[[], Any]) -> Any:
 
 def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> None:
     """Compare names, shapes and dtypes with the checkpoint: torch casts a dtype and skips a name silently."""
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    wanted: dict[str, _Form] = {}
 
-    def collect() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def collect() -> dict[str, _Form]:
         copied: Any = dict_list_map_outplace(lambda leaf: leaf, state)
         apply_factories(copied)
         tensors = [leaf for leaf in nested_values(copied) if isinstance(leaf, ShardedTensor)]
@@ -149,6 +154,7 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
         }
         if not with_optimizer:
             stored = {key: value for key, value in stored.items() if not key.startswith(_OPTIMIZER_KEYS)}
+        changed = [key for key in sorted(wanted.keys() & stored.keys()) if wanted[key] != stored[key]]
         problems = [
             *(f"{key} is not in the checkpoint" for key in sorted(wanted.keys() - stored.keys())),
             *(
@@ -158,11 +164,14 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
             ),
             *(
                 f"{key} is {_form(*stored[key])} in the checkpoint and {_form(*wanted[key])} in the model"
-                for key in sorted(wanted.keys() & stored.keys())
-                if wanted[key] != stored[key]
+                for key in changed
             ),
         ]
         if problems:
+            differ = [(stored[key], wanted[key]) for key in changed]
+            if len(changed) == len(problems) and (found := _precisions(differ)):
+                rule, fix = other_precision(*found)
+                raise CheckpointError(f"{path} {rule}. {fix}")
             more = len(problems) - _NAMES_IN_MESSAGE
             listed = "\n  ".join([*problems[:_NAMES_IN_MESSAGE], *([f"and {more} more"] if more > 0 else [])])
             raise CheckpointError(
@@ -170,6 +179,16 @@ def _check_fit(path: Path, state: dict[str, Any], *, with_optimizer: bool) -> No
             )
 
     on_first_rank(compare)
+
+
+def _precisions(differ: list[tuple[_Form, _Form]]) -> tuple[Precision, Precision] | None:
+    """The checkpoint's precision and the model's, when these forms in both differ in nothing else."""
+    dtypes = {(theirs[1], ours[1]) for theirs, ours in differ}
+    if len(dtypes) != 1 or any(theirs[0] != ours[0] for theirs, ours in differ):
+        return None
+    names = {torch.bfloat16: Precision.bf16, torch.float32: Precision.fp32}
+    theirs, ours = dtypes.pop()
+    return (names[theirs], names[ours]) if theirs in names and ours in names else None
 
 
 def _is_optional(key: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from k3train.config.problems import BadInput, Unavailable
+from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -127,7 +128,7 @@ def read_manifest(folder: Path) -> Manifest:
         claimed = body.pop("self")
         intact = claimed == _self_digest(body)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
+        raise CheckpointError(_without_manifest(folder)) from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not intact:
@@ -136,6 +137,16 @@ def read_manifest(folder: Path) -> Manifest:
         return _manifest(path, body)
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _without_manifest(folder: Path) -> str:
+    """Why a folder without a manifest is no checkpoint."""
+    inside = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    found = [path for path in inside.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    if found:
+        newest = max(found, key=lambda path: int(path.name.partition("_")[2]))
+        return f"{folder} holds checkpoints and is none itself: give one of them, such as {newest}"
+    return f"{folder / MANIFEST} is missing: this is no checkpoint, or one that was never completed"
 
 
 def _manifest(path: Path, body: dict[str, Any]) -> Manifest:

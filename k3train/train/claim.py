@@ -8,11 +8,14 @@ import fcntl
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from k3train.config import history
 from k3train.config.problems import ConfigError, ConfigProblem, Unavailable
 from k3train.config.schema import Run
+from k3train.monitor.metrics_file import METRICS
 from k3train.train.signals import STOP_FILE
 
 LOCK = "lock"
@@ -27,7 +30,8 @@ logger = logging.getLogger(__name__)
 def claimed(run: Run) -> Iterator[None]:
     """Make the run's folder and keep every other start out of it until the block, or this process, ends.
 
-    Raises ConfigError when the folder is in use, and Unavailable when it cannot be made or written.
+    Raises ConfigError when the folder is in use, and Unavailable when it cannot be made or written, or a
+    file in it to which the run appends cannot.
     """
     path = Path(run.dir) / LOCK
     try:
@@ -37,6 +41,7 @@ def claimed(run: Run) -> Iterator[None]:
         raise _cannot_write(run, error) from error
     try:
         _lock(run, path, handle)
+        _check_writable(run)
         yield
     finally:
         os.close(handle)
@@ -60,6 +65,21 @@ def _lock(run: Run, path: Path, handle: int) -> None:
         os.fsync(handle)
     except OSError as error:
         raise _cannot_write(run, error) from error
+
+
+def _check_writable(run: Run) -> None:
+    folder = Path(run.dir)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise _cannot_write(run, OSError(error.errno, error.strerror, str(folder))) from error
+    for name in (METRICS, history.HISTORY):
+        path = folder / name
+        try:
+            if path.exists():
+                path.open("ab").close()
+        except OSError as error:
+            raise _cannot_write(run, error) from error
 
 
 def _cannot_write(run: Run, error: OSError) -> Unavailable:
