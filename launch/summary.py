@@ -1,6 +1,7 @@
-"""What a run has reached: each stage's losses, where its files lie, and what to do next.
+"""What a run has reached, from the files in its folder: each stage's losses and where its files lie.
 
-python launch/summary.py experiment=debug            a table
+python launch/summary.py runs/debug                  a table
+python launch/summary.py experiment=debug            the same; settings only lead to the folder
 python launch/summary.py experiment=debug --state    new, interrupted or finished, and the folder
 """
 
@@ -11,19 +12,20 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from k3train.config.compose import compose
-from k3train.config.problems import ConfigError
+from k3train.config.compose import compose, load_resolved
+from k3train.config.problems import BadInput
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan, stage_table
 
 METRICS = "metrics.jsonl"
+SETTINGS = "run.yaml"
 CHECKPOINT = re.compile(r"step_(\d+)")
 
 
@@ -43,16 +45,21 @@ class StageSummary:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Records of metrics.jsonl, those of steps that were trained twice only once: as trained last.
 
-    A line that is cut short is passed over.
+    A line that is cut short is passed over. Raises BadInput when there is no record, OSError when the file
+    cannot be read.
     """
+    if not path.exists():
+        raise BadInput(f"{path} is not there: nothing has been trained, or the file was moved; put it back")
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
             same = tuple(record.get(key) for key in ("kind", "step", "event", "heldout", "context_tokens"))
         except (ValueError, AttributeError):
             continue
         latest[same] = record
+    if not latest:
+        raise BadInput(f"{path} holds no record: nothing has been trained, or the file is damaged")
     return list(latest.values())
 
 
@@ -100,9 +107,24 @@ def _number(value: float | str) -> float:
     return float(value.removeprefix("float:")) if isinstance(value, str) else value
 
 
-def checkpoints(run: Run) -> list[Path]:
-    """The run's checkpoints, oldest first."""
-    folder = Path(run.dir) / "checkpoints"
+def folder_of(words: list[str], config_dir: str | None) -> Path:
+    """The run's folder: named itself, or by the settings that the run was started with."""
+    if len(words) == 1 and "=" not in words[0]:
+        return Path(words[0])
+    return Path(compose(words, config_dir).dir)
+
+
+def load(folder: Path) -> Run:
+    """The run in this folder as it was started last. Raises BadInput when there is none."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        raise BadInput(f"{folder} holds no run: {file} is not there; give the folder of a run")
+    return replace(load_resolved(file), dir=str(folder))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of the run in this folder, oldest first."""
+    folder = folder / "checkpoints"
     found = [path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=_step)
 
@@ -115,18 +137,19 @@ def _step(path: Path) -> int:
 
 def state(run: Run) -> str:
     """``new`` without a checkpoint, ``finished`` with one of the last step, else ``interrupted``."""
-    saved = checkpoints(run)
+    saved = checkpoints(Path(run.dir))
     if not saved:
         return "new"
     return "finished" if _step(saved[-1]) >= stage_table(run)[-1].end_step else "interrupted"
 
 
 def print_summary(run: Run, console: Console) -> None:
-    """Print the table of stages and the run's files."""
+    """Print the table of stages and the run's files. Raises what ``read_records`` does."""
+    stages = summarise(run, read_records(Path(run.dir) / METRICS))
     table = Table(title=f"{run.name}: {state(run)}", title_justify="left")
     for heading in ("stage", "context", "steps", "held-out", "loss: start", "end", "tokens/s"):
         table.add_column(heading, justify="left" if heading in ("stage", "held-out") else "right")
-    for stage in summarise(run, read_records(Path(run.dir) / METRICS)):
+    for stage in stages:
         speed = "" if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}"
         context, steps = f"{stage.plan.stage.context_tokens:,}", f"{stage.steps}/{stage.plan.steps}"
         cells = [stage.plan.name, context, steps]
@@ -135,32 +158,40 @@ def print_summary(run: Run, console: Console) -> None:
             table.add_row(*cells, heldout, *shown, speed)
             cells, speed = ["", "", ""], ""
     console.print(table)
-    for path in checkpoints(run):
+    for path in checkpoints(Path(run.dir)):
         console.print(f"checkpoint  {path}", soft_wrap=True, highlight=False)
     console.print(f"metrics     {Path(run.dir) / METRICS}", soft_wrap=True, highlight=False)
-    console.print(f"settings    {Path(run.dir) / 'run.yaml'}", soft_wrap=True, highlight=False)
+    console.print(f"settings    {Path(run.dir) / SETTINGS}", soft_wrap=True, highlight=False)
 
 
 def main(arguments: list[str]) -> int:
-    """Compose the run to find its folder, and print its summary or state."""
+    """Find the run's folder, and print its summary or state. Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as the run was started with")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="folder|key=value",
+        help="the run's folder, or the settings it was started with",
+    )
     parser.add_argument(
         "--state", action="store_true", help="print new, interrupted or finished, and the folder"
     )
     parser.add_argument("--config-dir", help="folder of the configuration")
     options = parser.parse_intermixed_args(arguments)
     try:
-        run = compose(options.overrides, options.config_dir)
-    except ConfigError as error:
+        folder = folder_of(options.words, options.config_dir)
+        if options.state:
+            print(state(load(folder)) if checkpoints(folder) else "new", folder)
+        else:
+            print_summary(load(folder), Console())
+    except BadInput as error:
         print(error, file=sys.stderr)
         return 2
-    if options.state:
-        print(state(run), run.dir)
-    else:
-        print_summary(run, Console())
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 3
     return 0
 
 

@@ -7,13 +7,14 @@ the run's state, is run by the real one.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from k3train.config.compose import compose
+from k3train.config.compose import compose, save_resolved
 from k3train.curriculum.stages import stage_table
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,11 @@ if [ "$1 $2" != "-m k3train" ]; then PYTHONPATH="{root}" exec "{python}" "$@"; f
 shift 2
 echo "$*" >> "{log}"
 case "$1" in
-  train) mkdir -p "{dir}/checkpoints/step_{last}"; exit "${{TRAIN_CODE:-0}}" ;;
+  train)
+    mkdir -p "{dir}/checkpoints/step_{last}"
+    cp "{dir}/../run.yaml" "{dir}"
+    echo '{{"kind": "event", "event": "done"}}' > "{dir}/metrics.jsonl"
+    exit "${{TRAIN_CODE:-0}}" ;;
   data) exit "${{DATA_CODE:-0}}" ;;
 esac
 """
@@ -36,7 +41,9 @@ class Quickstart:
         self.dir = folder / "my run"
         self.venv = folder / "venv"
         self.log = folder / "calls"
-        last = stage_table(compose(["experiment=debug"]))[-1].end_step
+        run = compose(["experiment=debug"])
+        save_resolved(run, folder / "run.yaml")
+        last = stage_table(run)[-1].end_step
         self.last = f"{last:08d}"
         python = self.venv / "bin/python"
         python.parent.mkdir(parents=True)
@@ -95,6 +102,7 @@ def test_a_new_run_builds_trains_summarises_and_samples_and_a_finished_one_is_no
 
 def test_an_interrupted_run_goes_on(quickstart: Quickstart) -> None:
     (quickstart.dir / "checkpoints/step_00000003").mkdir(parents=True)
+    shutil.copy(quickstart.dir.parent / "run.yaml", quickstart.dir)
     code, output, calls = quickstart()
     assert code == 0, output
     assert f"going on with the run in {quickstart.dir}" in output

@@ -10,7 +10,7 @@ import pytest
 import summary
 from rich.console import Console
 
-from k3train.config.compose import compose
+from k3train.config.compose import compose, save_resolved
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table
 
@@ -86,7 +86,7 @@ def test_the_state_comes_from_the_newest_complete_checkpoint(run: Run) -> None:
     assert summary.state(run) == "interrupted"
     (folder / f"step_{stage_table(run)[-1].end_step:08d}").mkdir()
     assert summary.state(run) == "finished"
-    assert summary.checkpoints(run)[0].name == "step_00000009"
+    assert summary.checkpoints(Path(run.dir))[0].name == "step_00000009"
 
 
 def test_the_table_names_every_stage_and_file(run: Run) -> None:
@@ -99,3 +99,50 @@ def test_the_table_names_every_stage_and_file(run: Run) -> None:
     assert all(plan.name in text for plan in stage_table(run))
     assert f"1/{plan.steps}" in text
     assert f"{run.dir}/metrics.jsonl" in text
+
+
+def test_the_run_s_own_settings_count_not_those_that_lead_to_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = compose(["curriculum=short", "name=first", f"dir={tmp_path / 'run'}"])
+    save_resolved(run, tmp_path / "run" / "run.yaml")
+    plans = stage_table(run)
+    write(run, *(step(number + 1, plans[0].name, 1.0) for number in range(plans[0].steps)))
+    (tmp_path / "run" / "checkpoints" / f"step_{plans[-1].end_step:08d}").mkdir(parents=True)
+    moved = tmp_path / "moved"
+    (tmp_path / "run").rename(moved)
+    for words in ([f"dir={moved}", "name=other"], [str(moved)]):
+        assert summary.main(words) == 0
+        shown = capsys.readouterr().out
+        assert "first: finished" in shown
+        assert f"{plans[0].steps}/{plans[0].steps}" in shown
+        assert len(plans) < len(stage_table(compose([])))
+        assert not any(plan.name in shown for plan in stage_table(compose([]))[len(plans) :])
+        assert str(moved / "metrics.jsonl") in shown.replace("\n", "")
+        assert summary.main([*words, "--state"]) == 0
+        assert capsys.readouterr().out == f"finished {moved}\n"
+
+
+def test_without_a_run_or_its_records_there_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    metrics = folder / "metrics.jsonl"
+
+    def said(code: int) -> str:
+        assert summary.main([str(folder)]) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    assert said(2) == f"{folder} holds no run: {folder / 'run.yaml'} is not there; give the folder of a run\n"
+    assert summary.main([str(folder), "--state"]) == 0
+    assert capsys.readouterr().out == f"new {folder}\n"
+    save_resolved(compose([]), folder / "run.yaml")
+    assert f"{metrics} is not there: nothing has been trained" in said(2)
+    for content in (b"", bytes(range(256)) * 8, b"5\n[]\n"):
+        metrics.write_bytes(content)
+        assert f"{metrics} holds no record: nothing has been trained, or the file is damaged" in said(2)
+    metrics.unlink()
+    metrics.mkdir()
+    assert said(3) == f"{metrics}: Is a directory\n"
