@@ -30,15 +30,20 @@ JOB = "job.sbatch"
 PLAIN = re.compile(r"[\w.,:/=@+%\[\]() -]*")
 """What may stand in an #SBATCH line: no quotes, no line breaks, nothing that a shell acts on."""
 
+LONGEST_GRACE_SECONDS = 65535
+"""What sbatch's --signal takes."""
+
 
 def render(run: Run, *, grace_seconds: int, extra: list[str], python: str, folder: Path) -> str:
     """Text of the job script. ``folder`` is the job's working directory, where relative data paths start.
 
     ``grace_seconds`` before the time limit Slurm signals the script, which asks the ranks to save and stop.
     ``extra`` are further sbatch options, such as ``--exclusive``. Raises ConfigError for names that an sbatch
-    line cannot hold.
+    line cannot hold, and for a grace that the time limit has no room for.
     """
     run_dir = folder / run.dir
+    _refuse_odd_names(run, folder, extra)
+    _refuse_odd_grace(run.cluster, grace_seconds)
     values = {
         "directives": "\n".join(
             f"#SBATCH {option}" for option in _options(run, run_dir, folder, grace_seconds, extra)
@@ -59,7 +64,6 @@ def render(run: Run, *, grace_seconds: int, extra: list[str], python: str, folde
 
 def _options(run: Run, run_dir: Path, folder: Path, grace_seconds: int, extra: list[str]) -> list[str]:
     cluster = run.cluster
-    _refuse_odd_names(run, folder, extra)
     log = str(run_dir).replace("%", "%%")
     options = [
         f'--job-name="{run.name}"',
@@ -117,6 +121,19 @@ def _refuse_odd_names(run: Run, folder: Path, extra: list[str]) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _refuse_odd_grace(cluster: Cluster, seconds: int) -> None:
+    limit = 60 * cluster.time_limit_minutes
+    if not 1 <= seconds <= LONGEST_GRACE_SECONDS:
+        rule = "is no time that Slurm can signal before the limit"
+        fix = f"Use 1 to {LONGEST_GRACE_SECONDS:,} seconds"
+    elif limit and seconds >= limit:
+        rule = f"leaves no time to train before cluster.time_limit_minutes = {cluster.time_limit_minutes}"
+        fix = f"Use less than {limit:,} seconds, or a longer limit"
+    else:
+        return
+    raise ConfigError([ConfigProblem("--grace-seconds", seconds, rule, fix, "slurm.grace")])
 
 
 def submit(run: Run, script: str, folder: Path) -> int:

@@ -25,7 +25,7 @@ from types import FrameType
 import slurm
 
 from k3train.config.compose import compose
-from k3train.config.problems import ConfigError
+from k3train.config.problems import ConfigError, ConfigProblem, shown
 from k3train.config.schema import Run
 from k3train.optim.memory import check_memory
 
@@ -62,11 +62,17 @@ def split_values(text: str) -> list[str]:
 
 
 def combinations(overrides: list[str]) -> list[tuple[list[str], list[tuple[str, str]]]]:
-    """Every combination of values, the last key fastest: (overrides, the varied ones as (key, value))."""
+    """Every combination of values, the last key fastest: (overrides, the varied ones as (key, value)).
+
+    Raises ConfigError where there is nothing between two commas, or the same twice.
+    """
     choices = []
     for override in overrides:
         key, equals, values = override.partition("=")
-        choices.append([(key, equals, value) for value in split_values(values)])
+        several = [value.strip() for value in split_values(values)]
+        if len(several) > 1:
+            _refuse_odd_values(override, several)
+        choices.append([(key, equals, value) for value in several])
     varied = [len(choice) > 1 for choice in choices]
     return [
         (
@@ -75,6 +81,21 @@ def combinations(overrides: list[str]) -> list[tuple[list[str], list[tuple[str, 
         )
         for point in itertools.product(*choices)
     ]
+
+
+def _refuse_odd_values(override: str, values: list[str]) -> None:
+    twice = next((value for value in values if values.count(value) > 1), "")
+    if "" in values:
+        rule, fix = (
+            f"'{shown(override)}' has a comma with no value beside it",
+            "Leave the comma out, or write ''",
+        )
+    elif twice:
+        rule = f"'{shown(override)}' gives {shown(twice)} twice, and both would be the same run"
+        fix = "Leave one out"
+    else:
+        return
+    raise ConfigError([ConfigProblem("", override, rule, fix, "sweep.values")])
 
 
 def point_name(varied: list[tuple[str, str]]) -> str:

@@ -74,6 +74,29 @@ def test_a_job_that_may_lose_nodes_outlives_them_and_nodes_know_the_policy() -> 
     assert "--min-nodes 4 --max-restarts 3" in text
 
 
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "said"),
+    [
+        (
+            0,
+            -4,
+            "--grace-seconds = -4 is no time that Slurm can signal before the limit. Use 1 to 65,535 seconds",
+        ),
+        (0, 0, "Use 1 to 65,535 seconds"),
+        (0, 65536, "Use 1 to 65,535 seconds"),
+        (1, 600, "leaves no time to train before cluster.time_limit_minutes = 1. Use less than 60 seconds"),
+        (10, 600, "or a longer limit"),
+    ],
+)
+def test_a_grace_that_cannot_be(
+    minutes: int, seconds: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"cluster.time_limit_minutes={minutes}", "--grace-seconds", str(seconds)]
+    assert slurm.main(words) == 2
+    assert said in capsys.readouterr().err
+    assert "--signal=B:USR1@599" in render(run_of(time_limit_minutes=10), Path("/w"), grace_seconds=599)
+
+
 def test_a_cpu_run_asks_for_no_gpu_and_unset_settings_for_nothing() -> None:
     run = run_of()
     run.device = Device.cpu

@@ -60,6 +60,20 @@ def test_a_wrong_point_stops_the_sweep_before_anything_runs() -> None:
         sweep.points(["optim.weight_decay=0.05,0.1", "sed=1,2"], None)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=1,1", "'seed=1,1' gives 1 twice, and both would be the same run. Leave one out"),
+        ("seed=1,2, 1", "gives 1 twice"),
+        ("seed=1,", "'seed=1,' has a comma with no value beside it. Leave the comma out"),
+        ("name=,a", "has a comma with no value"),
+    ],
+)
+def test_values_that_make_no_two_runs(override: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main(["experiment=debug", override, "--list"]) == 2
+    assert said in capsys.readouterr().err
+
+
 # A Python that instead of training writes what it was asked and ends as its seed says.
 STAND_IN = """#!/bin/sh
 ''''exec "{python}" "$0" "$@" #'''
