@@ -61,10 +61,9 @@ def train(arguments: list[str]) -> int:
 
 def show(arguments: list[str]) -> int:
     """Print every setting with changes marked, the stages and the parameters; `show optim`: update rules."""
-    from rich.console import Console
-
     from k3train.config.compose import compose, load_resolved
-    from k3train.config.show import print_differences, print_tree
+    from k3train.config.show import print_differences, print_tree, take_word
+    from k3train.config.terminal import table_console
     from k3train.optim.memory import print_memory
     from k3train.plan.summary import print_parameters, print_splits, print_stages
 
@@ -73,15 +72,13 @@ def show(arguments: list[str]) -> int:
     parser.add_argument("--diff", action="store_true", help="only the differences")
     parser.add_argument("--against", metavar="FILE", help="a resolved run.yaml, in the place of the defaults")
     options = parser.parse_intermixed_args(arguments)
-    rules_only = options.overrides[:1] == ["optim"]
-    if rules_only:
-        del options.overrides[0]
+    rules_only = take_word("optim", options.overrides)
     if options.run and options.overrides:
         given = options.overrides[0]
         parser.error(f"argument --run: a file is shown as it is, without {given}; leave one of them out")
     run = load_resolved(options.run) if options.run else compose(options.overrides, options.config_dir)
     base = load_resolved(options.against) if options.against else compose([], options.config_dir)
-    console = Console()
+    console = table_console()
     if rules_only:
         from k3train.optim.show import print_rules
 
@@ -120,11 +117,9 @@ def data(arguments: list[str]) -> int:
     parser.add_argument("action", choices=("build", "verify", "show"))
     parser.add_argument("what", help="build: the corpus, such as tiny; verify and show: its folder")
     options = parser.parse_args(arguments)
-    from rich import print as pretty
+    from k3train.data.describe import described, verified
 
-    from k3train.data.corpus import read_manifest, verify
-
-    pretty((verify if options.action == "verify" else read_manifest)(Path(options.what)))
+    print((verified if options.action == "verify" else described)(Path(options.what)))
     return DONE
 
 
@@ -133,14 +128,16 @@ def sample(arguments: list[str]) -> int:
     parser = _parser("sample", sample)
     parser.add_argument("run_dir", type=Path, help="directory of the run")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--tokens", type=int, default=100, help="tokens to write (default 100)")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens to write, up to the run's longest context (default 100)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="instead of the run's newest; of the same model")
     options = parser.parse_args(arguments)
     if any("\ud800" <= letter <= "\udfff" for letter in options.prompt):
         parser.error("argument --prompt: is not UTF-8; give text")
-    if options.tokens < 0:
+    if options.tokens is not None and options.tokens < 0:
         parser.error(f"argument --tokens: {options.tokens} is negative; use 0 or more")
     if not 0 <= options.temperature < float("inf"):
         parser.error(f"argument --temperature: {options.temperature} is not a temperature; use 0 or more")
@@ -196,11 +193,10 @@ def balance(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.last < 1:
         parser.error(f"argument --last: {options.last} is no number of steps; use 1 or more")
-    from rich.console import Console
-
+    from k3train.config.terminal import table_console
     from k3train.monitor.replay import print_balance
 
-    print_balance(options.run_dir, Console(), last=options.last, bins=options.bins)
+    print_balance(options.run_dir, table_console(), last=options.last, bins=options.bins)
     return DONE
 
 

@@ -17,18 +17,14 @@ from k3train.bench.record import Record, own_trouble, read_record
 from k3train.bench.table import common, list_items, print_audit, print_comparison, print_record
 from k3train.config.keys import closest_word
 from k3train.config.problems import BadInput, Unavailable
-
-WIDTH = 170
-"""Of tables that go into a file, in characters."""
+from k3train.config.terminal import table_console
 
 
 def bench(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
     """Do what ``arguments`` ask for; returns the exit code."""
     _add_options(parser)
     options = parser.parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = table_console()
     if options.what is None:
         list_items(console)
         return 0

@@ -83,7 +83,9 @@ def _sort_in(result: Overrides, override: Override, text: str, config_dir: Path)
     if override.type in _SIGNS and (override.type, key) != (OverrideType.ADD, "experiment"):
         sign = _SIGNS[override.type]
         rule = f"'{text}' begins with '{sign}', which could create a setting that nothing reads"
-        _refuse(result, key, None, rule, f"Write {plain}", "config.override", text_only=True)
+        known = key in GROUPS or follow(key) is not None
+        fix = f"Write {plain}" if known else _known_key(key)[1]
+        _refuse(result, key, None, rule, fix, "config.override", text_only=True)
     elif override.is_delete():
         rule = f"'{text}' takes a setting away, which is not supported"
         _refuse(result, key, None, rule, "Set its value", "config.override", text_only=True)
@@ -125,8 +127,7 @@ def _select(result: Overrides, group: str, option: object, config_dir: Path) -> 
 
 def _set(result: Overrides, key: str, plain: str, value: Any) -> None:
     if follow(key) is None:
-        meant = suggest_key(key)
-        fix = f"Did you mean {meant}?" if meant else f"Settings begin with {choices(_roots())}"
+        meant, fix = _known_key(key)
         _refuse(result, key, value, "is not a setting", fix, "config.unknown-key")
         if meant is not None:
             result.wrong_keys.add(meant)
@@ -152,6 +153,12 @@ def _set(result: Overrides, key: str, plain: str, value: Any) -> None:
         _refuse(result, key, value, rule, "Write the value itself", "config.interpolation")
     else:
         result.accepted.append(f"++{plain}")
+
+
+def _known_key(key: str) -> tuple[str | None, str]:
+    """The setting that an unknown key probably means, and the advice to give."""
+    meant = suggest_key(key)
+    return meant, f"Did you mean {meant}?" if meant else f"Settings begin with {choices(_roots())}"
 
 
 def _is_mapping(value: object) -> bool:

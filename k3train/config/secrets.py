@@ -25,8 +25,11 @@ _WORDS = r"(?:secrets?|passwords?|passwd|credentials?)"
 _VARIABLE = re.compile(rf"(?:.*_)?(?:{_WORDS}|(?:api)?keys?|tokens?)(?:_id|_value)?", re.IGNORECASE)
 _KEY = rf"(?:[\w.-]*[._-])?(?:{_WORDS}|api_?keys?)|[\w.-]*[._-](?:key|token)"
 """In text, ``key`` and ``token`` alone are words like others."""
+_PLACEHOLDER = r"(?-i:VALUE)\.?(?:[\s,;]|$)"
+"""In messages such as ``Write model.KEY=VALUE``."""
 _ASSIGNED = re.compile(
-    rf"""((?<![\w.-])(?:{_KEY})["']?\s*[=:]\s*)(?:"[^"]*"|'[^']*'|[^\s"',;}}\]]+)""", re.IGNORECASE
+    rf"""((?<![\w.-])(?:{_KEY})["']?\s*[=:]\s*)(?!{_PLACEHOLDER})(?:"[^"]*"|'[^']*'|[^\s"',;}}\]]+)""",
+    re.IGNORECASE,
 )
 _ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@", re.IGNORECASE)
 

@@ -11,11 +11,26 @@ from rich.tree import Tree
 
 from k3train.config.build import to_plain
 from k3train.config.compare import Difference, differences
-from k3train.config.problems import shown
+from k3train.config.problems import BadInput, shown
 from k3train.config.schema import Run
 
 MARK = "*"
 """Stands before a setting that is not the default."""
+
+
+def take_word(word: str, given: list[str]) -> bool:
+    """Take the one ``word`` that may stand beside settings out of ``given``; whether it was there.
+
+    Raises BadInput at any other word.
+    """
+    found = word in given
+    given[:] = [text for text in given if text != word]
+    for text in given:
+        if text.isidentifier():
+            raise BadInput(
+                f"show {text}: no such part; there is show {word}, and show alone prints the settings"
+            )
+    return found
 
 
 def print_tree(run: Run, base: Run, console: Console) -> None:

@@ -141,6 +141,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a corpus; raises CorpusError when it is missing or of another format."""
     path = manifest_path(folder)
     if not path.is_file():
+        if inside := sorted(str(each.parent) for each in folder.glob(f"*/{path.name}")):
+            raise CorpusError(f"{folder} is not a corpus but holds some; give {' or '.join(inside)}.")
         raise CorpusError(f"{folder} has no {path.name}, so it is unfinished or no corpus; {REBUILD}.")
     try:
         values = json.loads(path.read_text())

@@ -23,9 +23,14 @@ def print_balance(run_dir: Path, console: Console, *, last: int, bins: int | Non
     """Print each layer's mean over the ``last`` recorded steps, and what the saved histograms give.
 
     With ``bins``, histograms are merged to so many bins, and it is printed how far the bias moves by that.
-    Raises BadInput when the run has no record of its balance, or no histogram that ``bins`` divides.
+    Raises BadInput when there is no such run, when it has no record of its balance, or no histogram that
+    ``bins`` divides.
     """
-    records = layer_records(run_dir / METRICS)
+    path = run_dir / METRICS
+    if not path.is_file() or not path.stat().st_size:
+        what = "is empty" if path.is_file() else "does not exist"
+        raise BadInput(f"{path} {what}: give the directory of a run that has trained")
+    records = layer_records(path)
     if not records:
         raise BadInput(f"{run_dir} has no record of balance by layer: set monitor.balance.layers_every_steps")
     kept = [records[step] for step in sorted(records)][-last:]

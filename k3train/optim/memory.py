@@ -232,5 +232,10 @@ def print_memory(run: Run, console: Console) -> None:
         table.add_column("on the host", justify="right")
     for plan, memory in stages:
         sizes = (*(memory.parts[name] for name in PARTS), memory.total, *[memory.host] * on_host)
-        table.add_row(plan.name, *(f"{size / GIB:,.1f}" for size in sizes))
+        table.add_row(plan.name, *(_gib(size) for size in sizes))
     console.print(table)
+
+
+def _gib(size: int) -> str:
+    """Three decimals below one GiB, where one would show small models as nothing."""
+    return f"{size / GIB:,.1f}" if size >= GIB or not size else f"{size / GIB:.3f}"

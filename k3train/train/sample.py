@@ -19,7 +19,7 @@ def sample(
     run_dir: Path,
     *,
     prompt: str,
-    num_tokens: int,
+    num_tokens: int | None = None,
     temperature: float = 0.8,
     seed: int = 0,
     checkpoint: Path | None = None,
@@ -27,12 +27,20 @@ def sample(
     """The prompt and up to ``num_tokens`` tokens after it; stops at the end of the document.
 
     Takes the run's newest good checkpoint unless ``checkpoint`` names one. ``temperature`` 0 is greedy.
-    Raises BadInput when there is no run, no checkpoint or no tokenizer.
+    ``num_tokens`` is 100, or the longest context of the run's stages where that is shorter, unless given.
+    Raises BadInput when there is no run, no checkpoint or no tokenizer, and when ``num_tokens`` is above that
+    context.
     """
     resolved = run_dir / "run.yaml"
     if not resolved.exists():
         raise BadInput(f"{resolved} does not exist: give the directory of a run that has started")
     run = load_resolved(resolved)
+    longest = max(stage.context_tokens for stage in run.curriculum.stages.values())
+    if num_tokens is None:
+        num_tokens = min(100, longest)
+    elif num_tokens > longest:
+        what = "the longest context that the run trains on"
+        raise BadInput(f"--tokens {num_tokens} is above {longest}, {what}; use {longest} or less")
     tokenizer = _tokenizer(run)
     special = read_manifest(Path(next(iter(run.data.sources.values())).path)).special
     device = start_backend(run.device, threads=torch.get_num_threads())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -46,6 +47,26 @@ def test_data_verbs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["data", "build", "tinny"]) == 2
 
 
+def test_a_corpus_is_described_and_its_folder_pointed_into(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "corpora" / "counting"
+    make_corpus(folder, documents=20, seed=1)
+    assert main(["data", "verify", str(folder)]) == 0
+    verified = capsys.readouterr().out
+    assert re.fullmatch(rf"OK  {folder}: [\d,]+ documents, [\d,]+ tokens, every file as written\n", verified)
+    assert main(["data", "show", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("counting\n  documents ")
+    assert re.search(r"\n  tokens\.bin +[\d,]+ bytes\n", shown)
+    for action in ("verify", "show"):
+        assert main(["data", action, str(folder.parent)]) == 2
+        assert f"is not a corpus but holds some; give {folder}." in capsys.readouterr().err
+        (folder / "tokens.idx").write_bytes((folder / "tokens.idx").read_bytes()[:-1])
+        assert main(["data", action, str(folder)]) == 2
+        assert "tokens.idx has" in capsys.readouterr().err
+
+
 def test_options_and_overrides_in_any_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["check", "seed=3", "--config-dir", str(tmp_path), "name=x"]) == 2
     assert "has no run.yaml" in capsys.readouterr().err
@@ -75,6 +96,32 @@ def test_show_marks_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_without_changes_marks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show"]) == 0
     assert "*" not in capsys.readouterr().out
+
+
+def test_tables_in_a_pipe_are_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["show", "experiment=k3"]) == 0
+    out = capsys.readouterr().out
+    assert "pp8x3 tp2 cp16 ep32 dp16" in out
+    assert "…" not in out
+
+
+@pytest.mark.parametrize("given", [["optm"], ["experiment=k3", "memory"], ["--diff", "plan"]])
+def test_show_has_one_word(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *given]) == 2
+    words = f"show {given[-1]}: no such part; there is show optim, and show alone prints the settings\n"
+    assert capsys.readouterr().err == words
+    assert main(["show", "seed=3", "optim"]) == 0
+    assert "optimizer state: " in capsys.readouterr().out
+
+
+def test_messages_show_the_words_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "model=5", "model.kda=3"]) == 2
+    err = capsys.readouterr().err
+    assert "model.KEY=VALUE, or select" in err
+    assert "model.kda.KEY=VALUE." in err
 
 
 def test_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -193,6 +240,15 @@ def test_sample_names_a_tokenizer_that_is_missing(capsys: pytest.CaptureFixture[
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "gone.json' cannot be read" in error
+
+
+def test_sample_writes_no_more_than_the_longest_context(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save_resolved(compose([]), tmp_path / "run.yaml")
+    assert main(["sample", str(tmp_path), "--prompt", "a", "--tokens", "99999999999999"]) == 2
+    rule = "is above 32768, the longest context that the run trains on; use 32768 or less"
+    assert capsys.readouterr().err == f"--tokens 99999999999999 {rule}\n"
 
 
 def _command(arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:

@@ -108,3 +108,10 @@ def test_the_verb_reads_records_and_histograms(runs, capsys: pytest.CaptureFixtu
     assert main(["balance", run.dir, "--bins", "7"]) == 2
     assert "--bins 7 does not divide" in capsys.readouterr().err
     assert main(["balance", str(Path(run.dir) / "nowhere")]) == 2
+    assert "nowhere/metrics.jsonl does not exist: give the directory of a run" in capsys.readouterr().err
+
+
+def test_a_run_without_any_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main(["balance", str(tmp_path)]) == 2
+    assert f"{tmp_path}/metrics.jsonl is empty: give the directory of a run" in capsys.readouterr().err

@@ -45,6 +45,8 @@ def _in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("password: hunter2, then", f"password: {HIDDEN}, then"),
         ("s3://me:pw@host/corpus", f"s3://me:{HIDDEN}@host/corpus"),
         ("batch_tokens = 4096, tokenizer=a/b", "batch_tokens = 4096, tokenizer=a/b"),
+        ("as model.KEY=VALUE, or KEY=VALUE.", "as model.KEY=VALUE, or KEY=VALUE."),
+        ("model.KEY=value API_KEY=VALUE9 ", f"model.KEY={HIDDEN} API_KEY={HIDDEN} "),
         ("Write 'key: value' lines", "Write 'key: value' lines"),
         ("false-ish https://host:80/a", "false-ish https://host:80/a"),
     ],

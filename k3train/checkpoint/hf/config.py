@@ -8,13 +8,14 @@ always mean what they mean in a release.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from k3train.checkpoint.hf.names import MXFP4_GROUP, Layout
 from k3train.checkpoint.hf.problems import raise_all
 from k3train.config.build import Builder, to_plain
-from k3train.config.schema import Model, Precision
+from k3train.config.ranges import range_problems
+from k3train.config.schema import Model, Precision, Run
 from k3train.plan.counts import kda_layers, mla_layers
 
 OWN_SECTION = "k3train"
@@ -124,8 +125,9 @@ def from_config(config: Mapping[str, Any]) -> ReleaseConfig:
     for key, value in own.items():
         _put(plain, key, value)
     builder = Builder()
-    model = builder.build({"model": plain}).model
-    problems = [str(problem) for problem in builder.problems]
+    run = builder.build({"model": plain})
+    model = run.model
+    problems = [str(problem) for problem in builder.problems] or _outside(run, own)
     if not problems and mla_layers(model) != _mla_layers(text):
         problems.append(f"{OWN_SECTION}: mla_every and mla_layers are not those of full_attn_layers")
     raise_all("config.json gives no usable model", problems)
@@ -219,6 +221,15 @@ def _mla_layers(text: Mapping[str, Any]) -> list[int]:
     return sorted(layer - 1 for layer in text["linear_attn_config.full_attn_layers"])
 
 
+def _outside(run: Run, own: Mapping[str, Any]) -> list[str]:
+    """Numbers outside their range, by their key in config.json."""
+    keys = {f"model.{ours}": key for key, ours in _SIZES.items()}
+    keys |= {f"model.{ours}": key for key, (ours, _) in _OPTIONAL.items()}
+    keys |= {f"model.{key}": f"{OWN_SECTION}.{key}" for key in own}
+    found = [problem for problem in range_problems(run) if problem.key in keys]
+    return [str(replace(problem, key=keys[problem.key])) for problem in found]
+
+
 def _pattern(layers: list[int], num_layers: int) -> dict[str, Any]:
     """``mla_every`` when its rule gives these MLA layers, else the list itself."""
     every = layers[0] + 1 if layers else 0
@@ -257,7 +268,8 @@ def _layer_problems(text: Mapping[str, Any]) -> list[str]:
     if type(count) is not int:
         return [f"num_hidden_layers = {count!r} is no whole number"]
     layers = [layer for each in lists if isinstance(each, list) for layer in each]
-    if any(type(layer) is not int for layer in layers) or sorted(layers) != [*range(1, count + 1)]:
+    whole = len(layers) == max(count, 0) and all(type(layer) is int for layer in layers)
+    if not whole or sorted(layers) != [*range(1, count + 1)]:
         return [f"linear_attn_config: full_attn_layers and kda_layers do not share layers 1 to {count}"]
     return []
 

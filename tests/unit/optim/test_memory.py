@@ -135,6 +135,16 @@ def test_what_is_kept_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^s8192 .* 120\.8 +24\.0 *$", capsys.readouterr().out, re.M)
 
 
+def test_a_small_model_is_more_than_nothing_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "optim.offload=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^stage .* optimizer state .* all +on the host *$", out, re.M)
+    row = re.search(r"^s256 +0\.\d{3} +0\.\d{3} +0\.0 .* (0\.\d{3}) *$", out, re.M)
+    assert row is not None, out
+    assert float(row[1]) == pytest.approx(memory("optim.offload=cpu").host / GIB, abs=6e-4)
+    assert float(row[1]) > 0
+
+
 def test_the_sentence_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
     small = "cluster.device_memory_gib=100"
     wide = "curriculum.stages.s1m.parallel.cp=16"

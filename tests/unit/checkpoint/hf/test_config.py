@@ -212,6 +212,12 @@ def test_another_precision_is_the_only_thing_an_export_may_change() -> None:
             "'nvfp4-pack-quantized'",
         ),
         (changed(PUBLISHED, vocab_size="many"), "model.vocab_size = many must be a whole number"),
+        (changed(PUBLISHED, hidden_size=-4), "hidden_size = -4 must be at least 1. Use 1 or more"),
+        (changed(PUBLISHED, num_hidden_layers=10**12), "do not share layers 1 to 1000000000000"),
+        (
+            {**PUBLISHED, "k3train": {"kda.decay_rank": 0}},
+            "k3train.kda.decay_rank = 0 must be at least 1. Use 1 or more",
+        ),
         ({**PUBLISHED, "k3train": {"kda.decay_rnk": 4}}, "Did you mean model.kda.decay_rank?"),
         ({**PUBLISHED, "k3train": {"num_layers": 4}}, "k3train.num_layers: the release has a key for that"),
         ({**PUBLISHED, "k3train": {"mla_every": 3}}, "mla_every and mla_layers are not those of"),
