@@ -108,15 +108,19 @@ def replace_resolved(run: Run, path: str | Path) -> None:
 
 
 def load_resolved(path: str | Path) -> Run:
-    """Read a resolved file as strictly as the command line. Raises ConfigError with every problem."""
+    """Read a resolved file as strictly as the command line. Raises ConfigError with the file and every
+    problem."""
     tree, problems = read_mapping(Path(path))
+    if not tree and not problems:
+        fix = "Remove it, and start its run again with the settings that it had"
+        problems = [ConfigProblem("", str(path), f"{path} is empty", fix, "config.file")]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, str(path))
     builder = Builder()
     run = builder.build(tree)
     problems = builder.problems + check(run, wrong_keys=frozenset(builder.wrong_keys))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, str(path))
     return run
 
 

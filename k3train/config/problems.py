@@ -46,16 +46,18 @@ class Stopped(Exception):
 
 
 class ConfigError(BadInput):
-    """Settings that cannot be used; ``problems`` holds all that were found."""
+    """Settings that cannot be used; ``problems`` holds all that were found. ``where`` names the file
+    that holds them, if one does."""
 
-    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
+    def __init__(self, problems: Iterable[ConfigProblem], where: str = "the configuration") -> None:
         self.problems: list[ConfigProblem] = list(problems)
+        self._where = where
         super().__init__(str(self))
 
     def __str__(self) -> str:
         """All problems, one a line, under a line with their number."""
         count = len(self.problems)
-        lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
+        lines = [f"{count} problem{'s' if count != 1 else ''} in {self._where}:"]
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 

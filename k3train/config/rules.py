@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from itertools import pairwise
@@ -20,6 +21,10 @@ from k3train.config.schema import Offload, Optimizer, Parallel, Run, Schedule, S
 from k3train.config.secrets import HIDDEN, redact, variable_in
 
 Problems = Iterator[ConfigProblem]
+
+_NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
+"""Of a run: folders, also in scripts and on a cluster's queue, so nothing that a shell acts on."""
+_NAME_FIX = "Use letters, digits, '-', '_', '.', '+' and single slashes; dir may be any folder"
 
 
 def check(run: Run, *, wrong_keys: frozenset[str] = frozenset()) -> list[ConfigProblem]:
@@ -55,8 +60,10 @@ def _names(run: Run) -> Problems:
     if not run.name.strip():
         yield ConfigProblem("name", run.name, "must not be empty", "Name the run", "run.name")
     elif run.name.startswith("/") or ".." in run.name.split("/"):
-        fix = "Use letters, digits, '-', '_' and single slashes; dir may be any folder"
-        yield ConfigProblem("name", run.name, "would lead out of the folder of runs", fix, "run.name")
+        yield ConfigProblem("name", run.name, "would lead out of the folder of runs", _NAME_FIX, "run.name")
+    elif not _NAME.fullmatch(run.name) or "." in run.name.split("/"):
+        rule = "has a sign that a name cannot have"
+        yield ConfigProblem("name", run.name, rule, _NAME_FIX, "run.name")
     if not run.dir.strip():
         yield ConfigProblem("dir", run.dir, "must not be empty", "Give a folder", "run.dir")
 

@@ -86,6 +86,19 @@ def test_file_is_read_as_strictly_as_the_command_line(tmp_path: Path, text: str,
     assert id in {problem.id for problem in error.value.problems}, str(error.value)
 
 
+def test_every_problem_comes_with_the_file_it_is_in(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for text, words in (
+        ("", "is empty. Remove it"),
+        ("# nothing\n", "is empty"),
+        ("seed: 1\n", "data.sources"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"^\d+ problems? in {path}:\n") as error:
+            load_resolved(path)
+        assert words in str(error.value)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a file"):
         load_resolved(tmp_path / "run.yaml")

@@ -25,6 +25,10 @@ AT = "curriculum.stages.only"
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     # id, changes to the one-stage run, key at fault, words of the fix
     ("run.name", {"name": " "}, "name", "Name the run"),
+    ("run.name", {"name": "a b"}, "name", "Use letters, digits"),
+    ("run.name", {"name": "a$b"}, "name", "Use letters, digits"),
+    ("run.name", {"name": "a//b"}, "name", "Use letters, digits"),
+    ("run.name", {"name": "."}, "name", "Use letters, digits"),
     ("run.dir", {"dir": ""}, "dir", "Give a folder"),
     ("model.mla-layers", {"model.mla_layers": [1, 5]}, "model.mla_layers", "Use [1]"),
     ("model.mla-layers", {"model.mla_layers": [1, 1]}, "model.mla_layers", "Use [1]"),

@@ -216,6 +216,13 @@ def test_the_command_says_what_it_did(
     assert f"checkpoint.load_from={back}" in capsys.readouterr().out
     assert main(["convert", "export", str(bf16.run), str(out)]) == 2
     assert capsys.readouterr().err == f"{out} exists: give a new folder\n"
+    (tmp_path / "file").touch()
+    for verb, source in (("export", bf16.run), ("import", out)):
+        assert main(["convert", verb, str(source), str(tmp_path / "file" / "x")]) == 3
+        assert capsys.readouterr().err == (
+            f"{tmp_path}/file/x cannot be made: {tmp_path}/file is not a folder; "
+            "give OUT a place with rights and room\n"
+        )
     assert main(["convert", "import", str(tmp_path / "no"), str(tmp_path / "x")]) == 2
     assert "config.json is missing" in capsys.readouterr().err
     assert main(["convert", "export", str(tmp_path), str(tmp_path / "x")]) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +16,14 @@ from torch import Tensor
 from k3train.checkpoint.folder import newest_good, verify
 from k3train.checkpoint.hf.config import own_settings, to_config
 from k3train.checkpoint.hf.names import Entry, Form, Layout, table
+from k3train.checkpoint.hf.new_folder import check_new, new_folder
 from k3train.checkpoint.hf.problems import raise_all
 from k3train.checkpoint.hf.release import CONFIG, Release
 from k3train.checkpoint.hf.shards import Planned, plan_shards, write_shards
 from k3train.checkpoint.hf.stored import StoredTensors
 from k3train.checkpoint.hf.values import to_release
 from k3train.checkpoint.hf.vision import PREFIXES, read_vision, vision_tensors
-from k3train.checkpoint.manifest import MANIFEST, CheckpointError, sync_folder
+from k3train.checkpoint.manifest import MANIFEST, CheckpointError
 from k3train.checkpoint.stage import TRAIN_STATE
 from k3train.config.build import Builder
 from k3train.config.schema import Model, Precision, Run
@@ -58,8 +58,7 @@ def export_release(
     bf16 what the release has in bf16 of it: router, norms, depth mixes. ``vision_from`` is a release whose
     image encoder is copied. Raises CheckpointError when the checkpoint is damaged or not of its own model.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists: give a new folder")
+    check_new(out)
     path = _checkpoint(source)
     run = read_settings(path)
     stored = StoredTensors(path)
@@ -199,16 +198,9 @@ class _Values:
 def _write(
     out: Path, config: dict[str, Any], shards: Sequence[Sequence[Planned]], values: _Values, tokenizer: Path
 ) -> None:
-    """Fill a scratch folder and rename it, so that half a release never bears the name of one."""
-    scratch = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
-    scratch.mkdir(parents=True)
-    try:
+    """Fill the new folder."""
+    with new_folder(out) as scratch:
         write_shards(scratch, shards, values)
         (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if tokenizer.is_file():
             shutil.copyfile(tokenizer, scratch / "tokenizer.json")
-        scratch.rename(out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise

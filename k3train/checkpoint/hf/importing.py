@@ -15,6 +15,7 @@ from torch import Tensor
 from k3train.checkpoint.hf.config import ReleaseConfig, from_config
 from k3train.checkpoint.hf.mxfp4 import decode
 from k3train.checkpoint.hf.names import Entry, Form, Shape, packed_names, packed_shapes, table
+from k3train.checkpoint.hf.new_folder import check_new
 from k3train.checkpoint.hf.problems import raise_all
 from k3train.checkpoint.hf.release import Release
 from k3train.checkpoint.hf.stored import NewTensor, write_checkpoint
@@ -40,8 +41,7 @@ def import_release(
     that config.json names. Raises CheckpointError, before anything is written, when a tensor is missing, left
     over, of another shape, or would be rounded.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists: give a new folder")
+    check_new(out)
     release = Release(folder)
     config = from_config(release.config)
     if precision is not None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import shutil
-import uuid
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -37,11 +35,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from k3train.checkpoint.hf.names import Shape
+from k3train.checkpoint.hf.new_folder import new_folder
 from k3train.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     digest_file,
-    sync_folder,
     write_durably,
     write_manifest,
 )
@@ -137,9 +135,7 @@ def write_checkpoint(
     ``more`` holds texts by file name. One piece of a tensor is in memory at a time. The folder appears under
     its name complete or not at all.
     """
-    scratch = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
-    scratch.mkdir(parents=True)
-    try:
+    with new_folder(path) as scratch:
         _write_tensors(scratch, files)
         record = {
             "train": train_state,
@@ -155,11 +151,6 @@ def write_checkpoint(
         write_durably(scratch / FORMAT_NOTE, json.dumps(versions).encode())
         digests = {file.name: digest_file(file) for file in sorted(scratch.iterdir())}
         write_manifest(scratch, Manifest(step=train_state["step"], milestone=True, files=digests))
-        scratch.rename(path)
-        sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
 
 
 def _write_tensors(folder: Path, files: Sequence[Sequence[NewTensor]]) -> None:
