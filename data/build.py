@@ -72,6 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (CorpusError, WrongHash) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: no corpus was built or replaced; the same command starts over", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -117,7 +120,11 @@ def build(folder: Path, downloads: Path, offline: bool, say: Say) -> None:
         if folder.exists():
             old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
             folder.rename(old)
-            temporary.rename(folder)
+            try:
+                temporary.rename(folder)
+            finally:
+                if not folder.exists():
+                    old.rename(folder)
             shutil.rmtree(old)
         else:
             temporary.rename(folder)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,12 +220,20 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; returns 0 done, 1 unexpected, 2 bad input, 3 environment, 75 stopped and resumable."""
+    """Run one verb; returns 0 done, 1 unexpected or interrupted, 2 bad input, 3 environment, 75 stopped and
+    resumable."""
+    try:
+        return _main(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("interrupted; the same command starts over", file=sys.stderr)
+        return UNEXPECTED
+
+
+def _main(given: list[str]) -> int:
     lines = "\n".join(f"  {name:8}{verb.__doc__}" for name, verb in VERBS.items())
     parser = argparse.ArgumentParser(prog="k3train", description=f"verbs:\n{lines}")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("verb", choices=VERBS, metavar="verb", help="see 'k3train VERB --help'")
-    given = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows the rest
@@ -249,7 +257,9 @@ def _run(verb: Callable[[list[str]], int], arguments: list[str]) -> int:
         print(f"{error.filename or 'the output cannot be written'}: {error.strerror}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, FileNotFoundError) else ENVIRONMENT
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        if verb is not train:
+            raise
+        print("interrupted before training; the same command goes on", file=sys.stderr)
         return STOPPED
     return code
 
@@ -273,7 +283,13 @@ def _build_corpus(arguments: list[str]) -> int:
     if not program.is_file():
         print(f"building a corpus needs a k3train checkout: {program} is not there", file=sys.stderr)
         return ENVIRONMENT
-    return subprocess.run([sys.executable, str(program), *arguments], check=False).returncode
+    sys.path.insert(0, str(program.parent))  # where its own modules lie
+    spec = importlib.util.spec_from_file_location("k3train_build_corpus", program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main(arguments)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,9 @@ def test_documented_problems_are_the_real_ones(capsys: pytest.CaptureFixture[str
 def test_data_verbs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["data", "verify", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-    assert main(["data", "build", "tinny"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "build", "tinny"])
+    assert stop.value.code == 2
 
 
 def test_a_corpus_is_described_and_its_folder_pointed_into(
@@ -197,6 +201,53 @@ def test_run_directory_that_cannot_be_one_is_the_environments_fault(
 def test_sample_of_no_run_is_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["sample", str(tmp_path / "nothing"), "--prompt", "a"]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "code", "said"),
+    [
+        ("train", 75, "interrupted before training; the same command goes on\n"),
+        ("show", 1, "interrupted; the same command starts over\n"),
+        ("check", 1, "interrupted; the same command starts over\n"),
+    ],
+)
+def test_an_interrupted_verb_promises_only_what_holds(
+    verb: str,
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("k3train.config.compose.compose", interrupt)
+    assert main([verb]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_an_interrupted_build_says_so_without_a_traceback(tmp_path: Path) -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "k3train",
+        "data",
+        "build",
+        "tiny",
+        "--offline",
+        "--out",
+        str(tmp_path),
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, **pipes, start_new_session=True) as process:
+        until = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert said == b"interrupted: no corpus was built or replaced; the same command starts over\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", VERBS)
