@@ -28,7 +28,8 @@ def _check_weights(run: Run, start_from: str) -> None:
         check_trusted(path)
         check_sizes(path, read_manifest(path))
     except CheckpointError as error:
-        why = f"cannot be loaded: {error}", "Give the folder of a checkpoint, runs/NAME/checkpoints/step_..."
+        fix = "Give a checkpoint's folder, such as runs/NAME/checkpoints/step_00000100"
+        why = f"cannot be loaded: {error}", fix
     if why is None and (settings := settings_of(path)) is not None:
         why = misfit(settings.model, run.model)
     if why is not None:

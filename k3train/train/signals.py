@@ -81,7 +81,7 @@ class StopRequest:
         self._end_step(now)
         self._last_poll = now
         if self.reason is None and _is_first_rank() and self._may_ask():
-            self.reason = f"{self._file} exists"
+            self.reason = self._who_asks()
         if (
             self.reason is None
             and self._deadline is not None
@@ -91,6 +91,14 @@ class StopRequest:
         if self.reason is None and self._agent is not None and os.getppid() != self._agent:
             self.reason = "the process that started the ranks is gone"
         return self.reason is not None
+
+    def _who_asks(self) -> str:
+        """The signal that the launcher noted in the stop file, else that the file is there."""
+        try:
+            noted = self._file.read_bytes()[:16].decode(errors="replace").strip()
+        except OSError:
+            noted = ""
+        return noted if noted in (number.name for number in _SIGNALS) else f"{self._file} exists"
 
     def _may_ask(self) -> bool:
         """Whether the stop file is there and ours: see ``owned_by_us``."""

@@ -255,6 +255,8 @@ def stop_on_signals(stop_file: Path) -> Iterator[None]:
         asked = True
         print("stopping after this step; once more stops at once", file=sys.stderr, flush=True)
         stop_file.touch()
+        with contextlib.suppress(OSError):  # a full disk must not keep the run from stopping
+            stop_file.write_text(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -69,6 +69,20 @@ def test_a_stop_file_is_obeyed_when_it_is_ours(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
+    ("noted", "reason"),
+    [("SIGINT", "SIGINT"), ("SIGTERM\n", "SIGTERM"), ("other", "{} exists"), ("", "{} exists")],
+)
+def test_a_stop_file_tells_the_signal_that_made_it(tmp_path: Path, noted: str, reason: str) -> None:
+    stop = StopRequest(tmp_path)
+    try:
+        (tmp_path / STOP_FILE).write_text(noted)
+        assert stop.poll()
+        assert stop.reason == reason.format(tmp_path / STOP_FILE)
+    finally:
+        stop.restore()
+
+
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 56.00 MiB."), "no memory left"),
