@@ -35,7 +35,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 def test_no_gpu_is_said_before_ranks_start(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("has a GPU")
-    assert main(["train", "experiment=debug_gpu", "model.fp8=tensorwise", f"dir={tmp_path}/run"]) == 3
+    asked = ["experiment=debug_gpu", "device=auto", "model.fp8=tensorwise", f"dir={tmp_path}/run"]
+    assert main(["train", *asked]) == 3
     said = capsys.readouterr().err
     assert "model.fp8=tensorwise" in said
     assert "set model.fp8=none" in said
