@@ -25,7 +25,7 @@ def train(arguments: list[str]) -> int:
     if run.cluster.nodes > 1:
         rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
-    from k3train.config.schema import Fp8, Offload
+    from k3train.config.schema import Offload
     from k3train.config.trained import last_trained
     from k3train.data.preflight import check_data
     from k3train.optim.memory import check_memory
@@ -43,10 +43,6 @@ def train(arguments: list[str]) -> int:
 
         print("optim.offload=cpu: loading DeepSpeed's CPU Adam, compiled at first use (minutes)", flush=True)
         host_adam()
-    if run.model.fp8 is not Fp8.none:
-        from k3train.kernels.fp8 import check_machine
-
-        check_machine(run.model.fp8)
     check_data(run)
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains

@@ -111,9 +111,9 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 
 def set_factor(optimizer: Any, factor: float) -> None:
-    """Have the next step of any AdamW take gradients times ``factor``: ours as it reads them, others scaled
-    in place before."""
-    if isinstance(optimizer, GroupStepAdam):
+    """Have the next step of any optimizer take gradients times ``factor``: those with a ``factor``, all of
+    ours, as they read them, others scaled in place before."""
+    if hasattr(optimizer, "factor"):
         optimizer.factor = factor
     elif factor != 1.0:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

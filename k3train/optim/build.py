@@ -194,10 +194,7 @@ def apply_gradients(optimizer: Any, norm: float, *, divisor: int = 1) -> None:
     for each in members(optimizer):
         largest = each.config.clip_grad
         clip = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
-        if isinstance(each.optimizer, MuonAdamW | HostAdam):
-            each.optimizer.factor = clip / divisor
-        else:
-            adam.set_factor(each.optimizer, clip / divisor)
+        adam.set_factor(each.optimizer, clip / divisor)
     optimizer.step_with_ready_grads()
 
 

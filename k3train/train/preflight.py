@@ -11,12 +11,15 @@ from k3train.checkpoint.trust import check_trusted
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Run
 from k3train.config.trained import last_trained, settings_of
+from k3train.kernels import fp8
 
 
 def check_start(run: Run) -> None:
-    """Raise Unavailable when this machine has no GPU for a rank of ``run`` that needs one, and ConfigError
-    when ``checkpoint.load_from`` names nothing that the run can begin with."""
+    """Raise Unavailable when this machine has no GPU for a rank of ``run`` that needs one, or cannot multiply
+    as ``model.fp8`` says, and ConfigError when ``checkpoint.load_from`` names nothing that the run can begin
+    with."""
     wants_gpus(run.device, run.cluster.ranks_per_node)
+    fp8.check_machine(run.model.fp8)
     if run.checkpoint.load_from is not None and not last_trained(Path(run.dir)).steps:
         _check_weights(run, run.checkpoint.load_from)
 
