@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,11 +21,11 @@ from rich.table import Table
 from k3train.config.compose import compose, load_resolved
 from k3train.config.problems import BadInput
 from k3train.config.schema import Run
+from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
 from k3train.curriculum.stages import StagePlan, stage_table
 
 METRICS = "metrics.jsonl"
 SETTINGS = "run.yaml"
-CHECKPOINT = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +123,15 @@ def load(folder: Path) -> Run:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of the run in this folder, oldest first."""
-    folder = folder / "checkpoints"
-    found = [path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name)] if folder.is_dir() else []
+    folder = folder / CHECKPOINTS
+    found = (
+        [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)] if folder.is_dir() else []
+    )
     return sorted(found, key=_step)
 
 
 def _step(path: Path) -> int:
-    matched = CHECKPOINT.fullmatch(path.name)
+    matched = CHECKPOINT_NAME.fullmatch(path.name)
     assert matched
     return int(matched[1])
 

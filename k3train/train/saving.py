@@ -12,6 +12,7 @@ import torch.distributed as dist
 from k3train.checkpoint.manifest import CheckpointNotWritten
 from k3train.checkpoint.save import PendingSave, Save, begin_save, save_checkpoint
 from k3train.config.schema import Run, WhenBusy
+from k3train.config.trained import CHECKPOINTS
 from k3train.train.progress import Progress
 from k3train.train.report import Report
 from k3train.train.resume import train_state
@@ -135,4 +136,4 @@ class Saver:
 
 def checkpoints(run: Run) -> Path:
     """Folder of the run's checkpoints."""
-    return Path(run.dir) / "checkpoints"
+    return Path(run.dir) / CHECKPOINTS
