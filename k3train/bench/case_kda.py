@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from k3train.bench.kda_inputs import kda_inputs
 from k3train.bench.place import Cannot, Case, Place
 from k3train.bench.work import Shape
 from k3train.kernels.kda.choose import choose, kda
+from k3train.kernels.kda.triton_kda import Keep
 from k3train.kernels.packing import make_packing
 
 BOUND = -5.0
@@ -23,21 +25,35 @@ def case(by: str, s: Shape, place: Place) -> Case:
     do = torch.randn_like(x[2])
     n = s["documents"]
     borders = tuple(s["tokens"] * i // n for i in range(n + 1)) if n > 1 else None
-    run, note = {"k3train": _ours, "fla": _fla, "automodel": _automodel}[by](x, borders, place)
-
-    def both() -> Any:
-        return torch.autograd.grad(run(), x, do)
-
-    return Case(forward=run, both=both, note=note)
+    if by == "k3train":
+        return _ours(x, do, borders, place)
+    run, note = {"fla": _fla, "automodel": _automodel}[by](x, borders, place)
+    return Case(forward=run, both=lambda: torch.autograd.grad(run(), x, do), note=note)
 
 
-def _ours(x: list[Tensor], borders: tuple[int, ...] | None, place: Place) -> Any:
+def _ours(x: list[Tensor], do: Tensor, borders: tuple[int, ...] | None, place: Place) -> Case:
     packing = None
     if borders is not None:
         packing = make_packing(borders, torch.ones(borders[-1], dtype=torch.bool), device=place.device)
     fast, reason = choose(place.device, place.dtype, x[0].shape[-1], BOUND)
-    note = "Hopper kernels" if fast else f"chunked torch: {reason}"
-    return lambda: kda(*_seven(x), gate_lower_bound=BOUND, packing=packing)[0], note
+
+    def run(keep: Keep) -> Tensor:
+        return kda(*_seven(x), gate_lower_bound=BOUND, packing=packing, keep=keep)[0]
+
+    def both(keep: Keep) -> Any:
+        return torch.autograd.grad(run(keep), x, do)
+
+    others: dict[str, Keep] = {"nothing kept": "nothing", "operands kept": "operands"} if fast else {}
+    return Case(
+        forward=lambda: run("scores"),
+        both=lambda: both("scores"),
+        trained={
+            f"forward + backward, {name}": partial(partial, both, keep) for name, keep in others.items()
+        },
+        note="Hopper kernels, scores of chunks kept where not said otherwise, as in training"
+        if fast
+        else f"chunked torch: {reason}",
+    )
 
 
 def _fla(x: list[Tensor], borders: tuple[int, ...] | None, place: Place) -> Any:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from k3train.config import schema
 from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.kda.choose import kda
+from k3train.kernels.kda.triton_kda import Keep
 from k3train.kernels.linear import linear, linears
 from k3train.kernels.main_grad import part_of
 from k3train.kernels.packing import Packing, make_packing
@@ -67,6 +68,8 @@ class KdaAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.selective, self.again = selective, again
+        # a layer made again has its backward pass right after; one that keeps little keeps no scores either
+        self.keep: Keep = "operands" if again else "nothing" if selective else "scores"
         self.settings = settings or config.k3.kda  # pyright: ignore[reportAttributeAccessIssue]
         self.layer_number = layer_number
         self.tp, self.cp = pg_collection.tp, pg_collection.cp
@@ -226,7 +229,7 @@ class KdaAttention(MegatronModule):
                 gate_lower_bound=self.settings.gate_lower_bound,
                 packing=packing,
                 cp_group=self.cp,
-                keep_operands=self.again,
+                keep=self.keep,
             )[0]
 
         def normed(o: Tensor, gate: Tensor) -> Tensor:

@@ -116,12 +116,13 @@ def test_segments_and_shards(regime: str, borders: tuple[int, ...], longest: int
     assert all(torch.equal(a, b) for a, b in zip(g, again[2], strict=True))
 
 
-def test_kept_operands_change_nothing() -> None:
+@pytest.mark.parametrize("keep", ["scores", "operands"])
+def test_what_is_kept_changes_nothing(keep: str) -> None:
     x = run.make(1, 330, 2, "slow")
     do = torch.randn(1, 330, 2, 128, device="cuda").to(torch.bfloat16)
     with run.cut_into(2):
         o, _, g = run.gradients(run.ours, x, do)
-        kept, _, kept_g = run.gradients(run.ours, x, do, keep_operands=True)
+        kept, _, kept_g = run.gradients(run.ours, x, do, keep=keep)
     assert all(torch.equal(a, b) for a, b in zip((o, *g), (kept, *kept_g), strict=True))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from k3train.kernels.kda.chunked import kda_chunked
 from k3train.kernels.kda.context_parallel import ContextParallelExchange
 from k3train.kernels.kda.segments import Ends
-from k3train.kernels.kda.triton_kda import is_available, triton_kda
+from k3train.kernels.kda.triton_kda import Keep, is_available, triton_kda
 from k3train.kernels.packing import Packing, check_packed
 
 
@@ -41,7 +41,7 @@ def kda(
     cp_group: Any = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    keep_operands: bool = False,
+    keep: Keep = "nothing",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the gated delta rule (k3 report eq. 1-6) and return (o, final states or None).
 
@@ -53,7 +53,7 @@ def kda(
     1. States are fp32 [documents (or b), h, d, d], key channel before value channel, and only for whole
     documents, that is without context parallelism.
 
-    ``keep_operands`` trades memory for a shorter backward pass where the path can, see ``triton_kda``.
+    ``keep`` trades memory for a shorter backward pass where the path can, see ``triton_kda``.
     With a ``cp_group`` of several ranks every rank of it must call this, forward and backward.
     """
     sharded = cp_group is not None and cp_group.size() > 1
@@ -78,7 +78,7 @@ def kda(
             output_final_state=output_final_state,
             exchange=exchange,
             ends=_ends(packing, cp_group) if sharded else None,
-            keep_operands=keep_operands,
+            keep=keep,
         )
     if packing is not None and (initial_state is not None or output_final_state):
         return _each_document(

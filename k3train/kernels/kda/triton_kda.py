@@ -1,12 +1,11 @@
-"""KDA on Hopper: forward in three kernels, backward in five; saved are inputs, output and scores of chunks.
+"""KDA on Hopper: forward in three kernels, backward in five; saved are inputs and output, and what is asked.
 
 Forward: ``kda_prep`` and ``kda_inverse`` turn every chunk of 64 tokens into the operands of the chain (768
 bytes of q, k and z per token and head in, 1040 out), ``kda_output`` runs the documents. Backward computes
-the operands again but for the scores (272 bytes a token and head), chains through the states once more
-(storing them, without the output), then the chain of state gradients, the pairs within chunks and the
-gradients. q, k, v, z and their gradients are
-bf16; states are fp32. Where documents are cut into segments, or shared with other ranks, ``triton_states``
-adds the maps of the segments and a scan, and the states between segments are saved too.
+the operands again but for those that were kept, chains through the states once more (storing them, without
+the output), then the chain of state gradients, the pairs within chunks and the gradients. q, k, v, z and
+their gradients are bf16; states are fp32. Where documents are cut into segments, or shared with other ranks,
+``triton_states`` adds the maps of the segments and a scan, and the states between segments are saved too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +34,14 @@ from k3train.kernels.kda.triton_states import (
 )
 from k3train.kernels.packing import Packing
 
+Keep = Literal["nothing", "scores", "operands"]
+_SCORES = ("tb", "aqk", "dec", "rs")
+KEPT: dict[Keep, tuple[str, ...]] = {
+    "nothing": (),
+    "scores": _SCORES,
+    "operands": ("kh", "kt", "qh", *_SCORES),
+}
+"""Of every chunk, see ``triton_prep``. The scores, a fifth of the bytes, are most of the work."""
 HEAD_DIM = 128
 STRONGEST_BOUND = -5.0
 """Below it e^(31/2 |bound|), the largest factor within a block of 32 tokens, leaves the range of bf16."""
@@ -110,7 +117,7 @@ def triton_kda(
     output_final_state: bool = False,
     exchange: StateExchange | None = None,
     ends: Ends | None = None,
-    keep_operands: bool = False,
+    keep: Keep = "nothing",
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the gated delta rule (k3 report eq. 1-6) and return (o, final states or None).
 
@@ -122,8 +129,8 @@ def triton_kda(
 
     With ``exchange`` the buffer is a shard, and ``ends`` says which documents go on in its neighbours: every
     rank of the exchange's group must call this, forward and backward, and there are no states in and out.
-    ``keep_operands`` keeps all operands of the chunks for the backward pass, 1.3 kB a token and head, instead
-    of 272 bytes of scores.
+    The backward pass computes everything again from the inputs and o, unless told to ``keep`` the scores of
+    the chunks, 272 bytes a token and head, or all their operands, 1.3 kB.
     """
     b, t, h, d = q.shape
     borders = packing.local_cu_seqlens if packing is not None else tuple(range(0, b * t + 1, t))
@@ -133,14 +140,9 @@ def triton_kda(
     if initial_state is not None:
         initial_state = initial_state.float().contiguous()
     assert ends is not None
-    call = _Call(borders, h, ends, exchange, gate_lower_bound, q.device, keep_operands)
+    call = _Call(borders, h, ends, exchange, gate_lower_bound, q.device, keep)
     o, final = _Kda.apply(*rows, A_log.float(), dt_bias.float(), initial_state, call, output_final_state)
     return o.view(b, t, h, d), final if output_final_state else None
-
-
-SCORES = ("tb", "aqk", "dec", "rs")
-OPERANDS = ("kh", "kt", "qh", *SCORES)
-"""Of every chunk, see ``triton_prep``. The scores, a fifth of the bytes, are most of the work."""
 
 
 class _Call:
@@ -154,9 +156,9 @@ class _Call:
         exchange: StateExchange | None,
         bound: float,
         device: torch.device,
-        keep_operands: bool = False,
+        keep: Keep = "nothing",
     ) -> None:
-        self.kept = OPERANDS if keep_operands else SCORES
+        self.kept = KEPT[keep]
         self.borders, self.heads, self.device = borders, heads, device
         self.ends, self.exchange, self.bound = ends, exchange, bound
         self.longest = longest_segment(borders, heads, ends)
@@ -250,7 +252,7 @@ def _backward(inputs, initial, o, states, x, do, dfinal, call):
     q, _, v, *_ = inputs
     entering, transitions, whole = states
     n, (h, d) = call.num_chunks, q.shape[1:]
-    x = x if call.kept is OPERANDS else _operands(inputs, call, x)
+    x = x if "qh" in x else _operands(inputs, call, x or None)
     table = call.tables(backward=True, has_gradient=dfinal is not None)
     hs, dhs = q.new_empty(n, h, d, d), q.new_empty(n, h, d, d)
     us, dv = q.new_empty(n, h, CHUNK, d), torch.empty_like(v)

@@ -71,7 +71,7 @@ def draw(t: int, h: int, d: int) -> list[Tensor]:
 
 
 def call_of(borders: tuple[int, ...], heads: int, ends: Ends, exchange: Any, longest: int) -> Any:
-    keep = longest == 2
+    keep = {1: "nothing", 2: "operands"}.get(longest, "scores")
     call = triton_kda._Call(borders, heads, ends, exchange, BOUND, torch.device("cpu"), keep)
     call.longest = longest
     return call
