@@ -6,7 +6,7 @@ Legend: n tokens of the whole buffer, h heads of this rank, d query/key channels
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -36,27 +36,38 @@ def attention(
     assert borders[-1] == q.shape[0], (borders[-1], q.shape)
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         runs = document_runs(borders, LONG_TOKENS)
-        cuts = [slice(run[0], run[-1]) for run in runs]
-        out = [
-            _gpu_run(q[cut], k[cut], v[cut], run, scale, selective)
-            for cut, run in zip(cuts, runs, strict=True)
-        ]
-        return out[0] if len(out) == 1 else torch.cat(out)
-    return make_again(
+        return _by_run(q, k, v, runs, lambda q, k, v, run: _gpu_run(q, k, v, run, scale, selective))
+    out = make_again(
         _equal_channels, lambda q, k, v: _cpu_runs(q, k, v, borders, scale), q, k, v, on=selective
-    )[..., : v.shape[-1]]
+    )
+    return _first(out, -1, v.shape[-1])
 
 
 def _cpu_runs(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: float) -> Tensor:
-    out = []
-    for run in document_runs(borders, SHORT_TOKENS):
-        # Each part is [1, h, tokens of the run, d].
-        qr, kr, vr = (x[run[0] : run[-1]].transpose(0, 1)[None] for x in (q, k, v))
+    def attend(q: Tensor, k: Tensor, v: Tensor, run: tuple[int, ...]) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, h, tokens of the run, d]
         alone = len(run) == 2
         mask = None if alone else causal_mask(tuple(border - run[0] for border in run), q.device)
-        o = F.scaled_dot_product_attention(qr, kr, vr, attn_mask=mask, is_causal=alone, scale=scale)
-        out.append(o[0].transpose(0, 1))
-    return torch.cat(out)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=alone, scale=scale)
+        return o[0].transpose(0, 1)
+
+    return _by_run(q, k, v, document_runs(borders, SHORT_TOKENS), attend)
+
+
+def _by_run(
+    q: Tensor, k: Tensor, v: Tensor, runs: tuple[tuple[int, ...], ...], attend: Callable[..., Tensor]
+) -> Tensor:
+    """``attend`` on each run's rows. They are split, as the gradient of a slice is as large as the whole."""
+    if len(runs) == 1:
+        return attend(q, k, v, runs[0])
+    sizes = [run[-1] - run[0] for run in runs]
+    parts = zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
+    return torch.cat([attend(*part, run) for part, run in zip(parts, runs, strict=True)])
+
+
+def _first(x: Tensor, dim: int, size: int) -> Tensor:
+    """Nothing is cut where that is all: the gradient of a slice is a copy."""
+    return x if x.shape[dim] == size else x.narrow(dim, 0, size)
 
 
 def _equal_channels(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +144,7 @@ def _rest(q: Tensor, k: Tensor, v: Tensor, scale: float, selective: bool) -> Ten
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)[0].transpose(0, 1)
 
-    return make_again(_contiguous_equal, use, q, k, v, on=selective)[..., :channels]
+    return _first(make_again(_contiguous_equal, use, q, k, v, on=selective), -1, channels)
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: float) -> Tensor:
@@ -173,23 +184,25 @@ def _gpu_run(q: Tensor, k: Tensor, v: Tensor, run: tuple[int, ...], scale: float
     if len(run) == 2 and run[1] - run[0] >= LONG_TOKENS // 4:
         n = q.shape[0]
         step = 1 << max(n.bit_length() - 5, 6)
-        return make_again(
+        out = make_again(
             lambda *qkv: tuple(F.pad(x, (0, 0, 0, 0, 0, -n % step)) for x in qkv) if n % step else qkv,
             lambda q, k, v: _long(q, k, v, scale),
             q,
             k,
             v,
             on=selective,
-        )[:n]
+        )
+        return _first(out, 0, n)
     borders = tuple(border - run[0] for border in run)
-    return make_again(
+    out = make_again(
         _contiguous_equal,
         lambda q, k, v: _varlen(q, k, v, borders, borders, scale),
         q,
         k,
         v,
         on=selective,
-    )[..., : v.shape[-1]]
+    )
+    return _first(out, -1, v.shape[-1])
 
 
 def _long(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

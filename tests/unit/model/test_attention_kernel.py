@@ -32,6 +32,20 @@ def test_equals_dense_softmax(monkeypatch, borders, d, e, short):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("borders", [(0, 600), (0, 600, 1300, 1310)])
+def test_no_gradient_is_that_of_a_slice(borders):
+    """It would fill a buffer of all tokens with zeros, for each run of documents."""
+    q, k, v = (torch.randn(borders[-1], 2, 8, requires_grad=True) for _ in range(3))
+    seen, waiting = set(), [attention(q, k, v, borders, 0.3).grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    assert len(seen) > 5
+    assert not [node for node in seen if "Slice" in node.name()]
+
+
 def test_runs_tile_the_buffer_and_keep_long_documents_whole():
     borders = (0, 3, 5, 700, 703, 1200, 1201, 3000)
     runs = kernel.document_runs(borders, kernel.SHORT_TOKENS)
