@@ -12,6 +12,7 @@ from torch import Tensor
 from k3train.kernels.cross_entropy import cross_entropy
 from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.packing import make_packing
+from k3train.kernels.rms_norm import rms_norm
 from k3train.kernels.short_conv import short_conv
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +51,12 @@ def test_short_conv(borders: tuple[int, ...] | None) -> None:
     valid = torch.ones(t, dtype=torch.bool)
     packing = None if borders is None else make_packing(borders, valid, device="cuda")
     compare(lambda x, w: short_conv(x, w, packing), [bf16(1, t, 384), torch.randn(384, 4, device="cuda")])
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 7168), (1500, 2048), (3, 1), (700, 6000)])
+def test_rms_norm(n: int, c: int) -> None:
+    x, weight = bf16(n, 2 * c)[:, :c], torch.randn(c, device="cuda")
+    compare(lambda x, w: rms_norm(x, w, 1e-5), [x, weight])
 
 
 def test_gated_norm() -> None:

@@ -21,7 +21,8 @@ from tests.gpu import kda_stages
 from triton.runtime import interpreter
 from k3train.kernels import adjacent, cross_entropy, gated_norm, short_conv
 from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm, triton_grouped
-from k3train.kernels import attn_res, situ, triton_embedding, triton_mix, triton_situ
+from k3train.kernels import attn_res, permute, rms_norm, situ
+from k3train.kernels import triton_embedding, triton_mix, triton_permute, triton_rms_norm, triton_situ
 
 
 def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
@@ -135,6 +136,18 @@ total, grad = torch.randn(7, 300), bf16(41, 300)
 want = total.double().index_add(0, rows[rows < 7], grad.double()[rows < 7])
 triton_embedding.add_rows(total, grad, rows)
 compare("embedding", [total], [want])
+
+triton_rms_norm._PROGRAMS = 2  # each of several rows
+x, grad, weight = torch.randn(5, 90)[:, :77], torch.randn(5, 77), torch.randn(77)
+wide = [v.double().requires_grad_() for v in (x, weight)]
+y = rms_norm.rms_norm(*wide, 1e-3)
+out, scale = triton_rms_norm.forward(x, weight, 1e-3)
+got = [out, *triton_rms_norm.backward(grad, x, weight, scale)]
+compare("rms norm", got, [y, *torch.autograd.grad(y, wide, grad.double())])
+
+order, rows = permute.sort_routes(torch.randint(5, (13, 3))), torch.randn(39, 1100)
+got = triton_permute.gather_sum(rows, order.position, 3)
+compare("unpermute", [got], [permute.unpermute(rows.double(), order)])
 print(json.dumps(errors))
 """
 
@@ -151,5 +164,5 @@ def test_kernels_equal_plain_torch() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
-    assert len(errors) == 43, errors
+    assert len(errors) == 47, errors
     assert {name: e for name, e in errors.items() if not e < 1} == {}
