@@ -242,7 +242,7 @@ def kda_bchain(
         expect_all(operands, rings, ii % STAGES, go)
         if not MAP:
             x = (0.0 - sX.load(LO).to(gl.float32)).to(gl.bfloat16)
-            gl.store(dv + pO + i * (C * H * V), x, mask=gl.expand_dims(rO < left, 1))
+            gl.store(dv + pO + i.to(gl.int64) * (C * H * V), x, mask=gl.expand_dims(rO < left, 1))
         S = warpgroup_mma_wait(0, deps=[S])
         if not MAP:
             tma.store_wait(0)

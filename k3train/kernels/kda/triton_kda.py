@@ -130,7 +130,7 @@ def triton_kda(
     With ``exchange`` the buffer is a shard, and ``ends`` says which documents go on in its neighbours: every
     rank of the exchange's group must call this, forward and backward, and there are no states in and out.
     The backward pass computes everything again from the inputs and o, unless told to ``keep`` the scores of
-    the chunks, 272 bytes a token and head, or all their operands, 1.3 kB.
+    the chunks, 272 bytes a token and head, or all their operands, 1.0 kB.
     """
     b, t, h, d = q.shape
     borders = packing.local_cu_seqlens if packing is not None else tuple(range(0, b * t + 1, t))

@@ -112,7 +112,7 @@ def kda_output(
         O = warpgroup_mma_wait(1, deps=[O])
         sR.store(O.to(gl.bfloat16))
         gl.thread_barrier()
-        gl.store(o + pO + i * (C * H * V), sR.load(LO), mask=gl.expand_dims(rO < left, 1))
+        gl.store(o + pO + i.to(gl.int64) * (C * H * V), sR.load(LO), mask=gl.expand_dims(rO < left, 1))
         go = i + STAGES < NT
         expect(v, rv, i % STAGES, go)
         expect_all(operands, rings, i % STAGES, go)
