@@ -91,7 +91,8 @@ def rank_memory(
     """
     model, layout = activations.model, activations.layout
     bf16 = model.precision is Precision.bf16
-    parameters = gradients = state = largest = 0
+    parameters = gradients = state = 0
+    largest = {True: 0, False: 0}
     for assigned in rules.values():
         parameter = assigned.parameter
         if not _is_on(parameter, activations, pp_rank):
@@ -104,9 +105,10 @@ def rank_memory(
         parameters += own * (2 if bf16 and not parameter.fp32 else 4)
         gradients += own * 4
         state += state_bytes(assigned, bf16=bf16, on_host=on_host) // (cut * shared_by)
-        largest = max(largest, own // shared_by)
-    # Gradients pass through two rooms of the largest slice.
-    host = state + 2 * pinned_bytes(4 * largest) if on_host else 0
+        largest[expert] = max(largest[expert], own // shared_by)
+    # Gradients pass through two rooms of the largest slice, those of experts through two of their own.
+    rooms = sum(2 * pinned_bytes(4 * each) for each in largest.values() if each)
+    host = state + rooms if on_host else 0
     kept = [activations.chunk(pp_rank, chunk) for chunk in range(layout.vp)]
     waiting = in_flight(layout, pp_rank, passes)
     inputs = sum(activations.on_host(pp_rank, chunk) for chunk in range(layout.vp))

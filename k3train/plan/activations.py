@@ -23,6 +23,8 @@ _LOGITS_AT_ONCE, _LOGITS_KEPT = 2**28, 2**31
 _WHOLE = (Recompute.full, Recompute.full)
 _CHUNK = 64
 """Tokens of a tile of KDA's kernels."""
+_HOPPER_HEAD = 128
+"""Channels of a head that KDA's kernels for Hopper take; others compute scores again."""
 _PIECE_TOKENS = 65536
 """Tokens of a rank that a fully recomputed feed-forward works on at a time."""
 
@@ -193,15 +195,24 @@ class Activations:
         # q, k, v before the convolution, output, gate; low-rank decay; beta
         results = 5 * channels + self.model.kda.decay_rank + heads
         remade = 5 * channels  # q, k, v, decay, normed output
-        # Per tile: three operands as wide as a head, four squares; states and their gradients; corrections.
-        kernels = 3 * channels + 4 * heads * _CHUNK
+        scores = self.gathered * heads * self._scores()
+        # Per tile: three operands as wide as a head, two squares, and two more for scores that are not kept;
+        # states and their gradients; corrections.
+        kernels = 3 * channels + (2 if scores else 4) * heads * _CHUNK
         kernels += 2 * channels * self.model.kda.head_dim // _CHUNK + channels
         gradients = 5 * channels  # of q, k, v, the decay and the output
         return Kept(
             results=self.gathered * results * self.width,
-            remade=self.gathered * remade * self.width + self._input(),
+            remade=self.gathered * remade * self.width + scores + self._input(),
             passing=self.gathered * (kernels + gradients) * self.width,
         )
+
+    def _scores(self) -> int:
+        """Bytes a token and head that KDA's kernels for Hopper keep beside inputs and output: two squares,
+        the decay over each chunk and two inverse norms."""
+        if self.model.precision is not Precision.bf16 or self.model.kda.head_dim != _HOPPER_HEAD:
+            return 0
+        return 2 * _CHUNK * self.width + _FP32 * _HOPPER_HEAD // _CHUNK + 2 * _FP32
 
     def _mla(self) -> Kept:
         mla, layout, width = self.model.mla, self.layout, self.width
