@@ -63,6 +63,10 @@ class HostAdam:
                 moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
                 self.state[master].update(step=0, **moments)
 
+    def close(self) -> None:
+        """Give back the rooms, after which there is no step."""
+        self._rooms.clear()
+
     @torch.no_grad()
     def reload(self) -> None:
         """Make master weights of the parameters as they are now."""

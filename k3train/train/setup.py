@@ -27,6 +27,7 @@ from k3train.model.config import K3Config, make_config
 from k3train.model.layer import K3Layer
 from k3train.model.payload import schedule_config
 from k3train.optim.build import build_optimizer, members
+from k3train.optim.offload import HostAdam
 from k3train.parallel.groups import Groups, start_groups, stop_groups
 from k3train.parallel.layout import make_layout
 from k3train.plan.split import resolved_parallel
@@ -157,8 +158,13 @@ def close_stage(setup: StageSetup) -> None:
             layer.fed.recordings.clear()
     for _, tensor in (*gradients(setup.chunks), *weights(setup.chunks), *moments(setup.optimizer)):
         tensor.untyped_storage().resize_(0)
+    for member in members(setup.optimizer):
+        if isinstance(member.optimizer, HostAdam):
+            member.optimizer.close()
     setup.chunks.clear()
     setup.optimizer = None
     stop_groups()
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.synchronize()  # copies that still read or write such blocks
+        torch._C._host_emptyCache()  # a longer stage has no use for pinned blocks of this one's size

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from k3train.backend.start import seed_everything
-from k3train.config.schema import Optim, Optimizer, Parallel, Recompute, Run
+from k3train.config.schema import Offload, Optim, Optimizer, Parallel, Recompute, Run
 from k3train.curriculum.stages import stage_table
 from k3train.optim.build import members
+from k3train.optim.offload import HostAdam
 from k3train.optim.slices import master_slices
 from k3train.parallel.groups import stop_groups
 from k3train.plan import recompute
@@ -22,6 +24,7 @@ from k3train.train.setup import build_stage, close_stage, gradients, moments, we
 from k3train.train.step import train_step
 from tests.ranks import run_ranks
 from tests.train.runs import make_run
+from tests.with_deepspeed import with_deepspeed
 
 
 def start(run: Run, device: str = "cpu") -> tuple[Any, Progress, list[Any]]:
@@ -98,21 +101,28 @@ def test_gradients_of_pieces_of_heads_reach_their_places(tmp_path: Path) -> None
 
 
 def bytes_after_closing(rank: int, run: Run) -> list[int]:
-    """Bytes of parameters, gradients and moments: of a stage in use, closed, and of the next."""
+    """Bytes of parameters, gradients, moments, and rooms on the host: of a stage in use, closed, and of the
+    next."""
     sizes = []
     for _ in range(2):
         setup, progress, host = start(run)
         train_step(setup, progress, host, wants_stop=False)
         held = [t for _, t in (*weights(setup.chunks), *gradients(setup.chunks), *moments(setup.optimizer))]
-        sizes.append(sum(t.untyped_storage().nbytes() for t in held))
-        close_stage(setup)
-        sizes.append(sum(t.untyped_storage().nbytes() for t in held))
+        inner = [member.optimizer for member in members(setup.optimizer)]
+        rooms = [room for each in inner if isinstance(each, HostAdam) for room in each._rooms]
+        kept = [(StorageWeakRef(room.untyped_storage()), room.nbytes) for room in rooms]
+        assert all(size > 0 for _, size in kept)
+        del rooms
+        for close in (lambda: None, lambda setup=setup: close_stage(setup)):
+            close()
+            waiting = sum(size for room, size in kept if not room.expired())
+            sizes.append(sum(t.untyped_storage().nbytes() for t in held) + waiting)
     return sizes
 
 
-def test_a_closed_stage_holds_no_memory(tmp_path: Path) -> None:
-    first, closed, second, closed_again = run_ranks(1, bytes_after_closing, make_run(tmp_path), timeout=100)[
-        0
-    ]
+@pytest.mark.parametrize("offload", [Offload.none, pytest.param(Offload.cpu, marks=with_deepspeed)])
+def test_a_closed_stage_holds_no_memory(tmp_path: Path, offload: Offload) -> None:
+    run = make_run(tmp_path, optim=Optim(offload=offload))
+    first, closed, second, closed_again = run_ranks(1, bytes_after_closing, run, timeout=100)[0]
     assert first == second > 0
     assert closed == closed_again == 0
