@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,16 +70,10 @@ class K3Layer(MegatronModule):
         )
         if self.graphs and self.ffn.is_repeatable():  # pyright: ignore[reportCallIssue]
             return self.fed(self._fed, *sources, packing.valid)
-        if self.recompute_ffn is Recompute.full and sources[-1].shape[0] > PIECE_TOKENS:
-            return self._fed_in_pieces(*sources, packing=packing)
+        if works_in_pieces(self.recompute_ffn, sources[-1]):
+            return in_pieces(self._fed, *sources, own_valid(packing, self.tp_group))
         full = half and self.recompute_ffn is Recompute.full
         return sources[-1] + again(feed, *sources, on=full, on_host=self.on_host)
-
-    def _fed_in_pieces(self, *sources: Tensor, packing: Packing) -> Tensor:
-        """As ``_fed``, piece by piece along the sequence, so that only one piece's values exist at once."""
-        valid = packing.valid.chunk(self.tp_group.size())[self.tp_group.rank()]
-        pieces = zip(*(x.split(PIECE_TOKENS) for x in (*sources, valid)), strict=True)
-        return torch.cat([again(self._fed, *piece, on=True) for piece in pieces])
 
     def _fed(self, *sources_valid: Tensor) -> Tensor:
         """The prefix after the feed-forward, of tensors alone: sources, and bool [s], False on padding."""
@@ -106,6 +101,23 @@ class K3Layer(MegatronModule):
 def advance(sources: tuple[Tensor, ...], prefix: Tensor, starts_block: bool) -> tuple[Tensor, ...]:
     """Sources after a sublayer made ``prefix``: at a block's start the old prefix stays among them."""
     return (*sources, prefix) if starts_block else (*sources[:-1], prefix)
+
+
+def works_in_pieces(policy: Recompute, x: Tensor) -> bool:
+    """Whether a feed-forward on ``x`` [s, b, hidden] takes ``in_pieces``."""
+    return policy is Recompute.full and x.shape[0] > PIECE_TOKENS
+
+
+def in_pieces(feed: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``feed(*inputs)``, piece by piece along their first axis and each made again right before its backward
+    pass, so that only one piece's values exist at once."""
+    pieces = zip(*(x.split(PIECE_TOKENS) for x in inputs), strict=True)
+    return torch.cat([again(feed, *piece, on=True) for piece in pieces])
+
+
+def own_valid(packing: Packing, tp_group: Any) -> Tensor:
+    """bool [s]: which of the tokens that a rank has between sublayers are not padding."""
+    return packing.valid.chunk(tp_group.size())[tp_group.rank()]
 
 
 def make_attention(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:

@@ -13,6 +13,7 @@ from k3train.config.schema import Recompute
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import again, make_again
 from k3train.model.config import K3Config
+from k3train.model.layer import in_pieces, own_valid, works_in_pieces
 from k3train.model.mla import GatedMla
 from k3train.model.moe import LatentMoe
 from k3train.model.norm import RmsNorm
@@ -63,8 +64,15 @@ class MtpLayer(MegatronModule):
             on=self.recompute_attention is Recompute.selective,
         )
         x = x + self._sublayer(self.attention_norm, self.attention, x, packing, self.recompute_attention)
-        x = x + self._sublayer(self.ffn_norm, self.ffn, x, packing, self.recompute_ffn)
+        if works_in_pieces(self.recompute_ffn, x):
+            x = x + in_pieces(self._fed, x, own_valid(packing, self.tp_group))
+        else:
+            x = x + self._sublayer(self.ffn_norm, self.ffn, x, packing, self.recompute_ffn)
         return self.final_norm(x)
+
+    def _fed(self, x: Tensor, valid: Tensor) -> Tensor:
+        """What the feed-forward adds to ``x``; bool [s], False on padding."""
+        return self.ffn(self.ffn_norm(x), padding_mask=valid.logical_not()[None])[0]
 
     def _sublayer(
         self, norm: Any, sublayer: Any, x: Tensor, packing: Packing, recompute: Recompute

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from k3train.config.problems import Unavailable
-from k3train.config.schema import Precision, Run
+from k3train.config.schema import Offload, Precision, Run
 from k3train.kernels import fp8
 from k3train.optim.memory import GIB, check_host_memory, check_memory
 from k3train.plan.counts import count_parameters
@@ -138,11 +138,22 @@ def _shortages(run: Run, device: torch.device) -> Iterator[str]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
         yield f"a process may open {soft} files only; ranks with many connections need more: ulimit -n 65536"
+    share, threads = _cores() // run.cluster.ranks_per_node, torch.get_num_threads()
+    if run.optim.offload is Offload.cpu and 2 * threads <= share:
+        yield (
+            f"AdamW on the host updates with {threads} of the {share} cores that each rank has: set "
+            f"cluster.threads_per_rank={share}"
+        )
     memory = Path("/dev/shm")
     if device.type == "cuda" and memory.is_dir():
         size = shutil.disk_usage(memory).total
         if size < SMALL_SHARED_MEMORY:
             yield f"/dev/shm has {size / 2**20:.0f} MiB; start a container with --ipc=host or --shm-size=8g"
+
+
+def _cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _differences(told: list[tuple[float, str]]) -> Iterator[str]:

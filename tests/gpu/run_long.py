@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def measure(case: str, steps: int, device: Any, report: Any, setups: list[Any]) 
     from k3train.train.setup import build_stage, moments
 
     words, *overrides = case.split()
-    run = compose(["experiment=proxy_gpu", *overrides])
+    run = compose(["experiment=proxy_gpu", "guards.rerun=false", *overrides])
     table, progress = stage_table(run), Progress()
     free, start = available(), time.perf_counter()
     setups.append(setup := build_stage(run, table, table[0], progress, device))
@@ -270,11 +271,12 @@ def timed_update(updates: list[float]) -> Iterator[None]:
         torch.cuda.synchronize()
         updates.append(1e3 * (time.perf_counter() - start))
 
-    step.apply_gradients = timed
+    step.apply_gradients, before = timed, len(updates)
     try:
         yield
     finally:
         step.apply_gradients = update
+        updates += [math.nan] * (len(updates) == before)  # a step that was skipped
 
 
 def main() -> None:

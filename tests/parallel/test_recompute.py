@@ -57,6 +57,10 @@ def _policies(rank: int, degrees: dict[str, int], names: list[str]) -> dict[str,
         attentions = [module for module in chunk.modules() if isinstance(module, GatedMla)]
         for module in attentions:
             module.track_logits()
+        fed: list[int] = []
+        for name_of, module in chunk.named_modules():
+            if name_of.endswith(".ffn"):
+                module.register_forward_pre_hook(lambda _, args, fed=fed: fed.append(args[0].shape[0]))
         place = model_step.packing(MICRO, groups)
         part = slice(place.start, place.stop)
         before = torch.get_rng_state()
@@ -72,6 +76,7 @@ def _policies(rank: int, degrees: dict[str, int], names: list[str]) -> dict[str,
         routers = [module for module in chunk.modules() if isinstance(module, K3Router)]
         found[name] = {
             "bytes": size,
+            "fed": fed,
             "values": {
                 "loss": losses.detach(),
                 "rng": torch.get_rng_state() == before,
@@ -126,6 +131,15 @@ def _same(name: str, found: dict[str, dict[str, Any]]) -> None:
             assert error <= 1e-5 * size, key
             off, whole = off + error**2, whole + size**2
     assert off <= (5e-6 if "heads" in name else 1e-6) ** 2 * whole
+
+
+def test_feed_forwards_in_pieces_see_no_more_at_once(one_rank: dict[str, dict[str, Any]]) -> None:
+    tokens, layers = MICRO.borders[-1], MODEL.num_layers + 1  # MTP has one too
+    assert one_rank["full"]["fed"] == [tokens] * (2 * layers)
+    # the first pass, the layer's second, and each piece's own
+    pieces = one_rank["full in pieces"]["fed"]
+    assert max(pieces) == 9
+    assert sum(pieces) == 3 * layers * tokens
 
 
 def test_each_policy_keeps_less(one_rank: dict[str, dict[str, Any]]) -> None:

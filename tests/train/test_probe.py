@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from k3train.backend import start
 from k3train.config.problems import Unavailable
-from k3train.config.schema import Device, Run
+from k3train.config.schema import Cluster, Device, Offload, Optim, Run
 from k3train.train import probe
 from tests.ranks import run_ranks
 
@@ -126,3 +127,20 @@ def test_a_checkpoint_s_size_follows_the_parameters() -> None:
     small, large = Run(), Run()
     large.model.num_layers *= 4
     assert probe.checkpoint_bytes(large) > 2 * probe.checkpoint_bytes(small) > 0
+
+
+@pytest.mark.parametrize(("threads", "ranks", "share"), [(1, 1, 16), (2, 4, 4), (3, 4, 0), (16, 1, 0)])
+def test_adamw_on_the_host_says_when_it_has_few_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: int, ranks: int, share: int
+) -> None:
+    monkeypatch.setattr(probe, "_cores", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    run = Run(dir=str(tmp_path), cluster=Cluster(ranks_per_node=ranks), optim=Optim(offload=Offload.cpu))
+    told = [text for text in probe._shortages(run, CPU) if "AdamW" in text]
+    if not share:
+        assert told == []
+        return
+    (text,) = told
+    assert f"updates with {threads} of the {share} cores" in text
+    assert text.endswith(f"set cluster.threads_per_rank={share}")
+    assert not any("AdamW" in each for each in probe._shortages(replace(run, optim=Optim()), CPU))
