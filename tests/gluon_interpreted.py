@@ -1,7 +1,7 @@
 """Gluon for Triton's interpreter: layouts mean nothing, and a copy comes when it is waited for, not before.
 
-For a process with TRITON_INTERPRET=1. A kernel that reads a slot before its copy has come, or while one is under
-way, fails.
+For a process with TRITON_INTERPRET=1. A kernel that reads a slot before its copy has come, or while one is
+under way, fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The mix over depth as Triton kernels. Import only where a GPU is: this imports Triton.
 
-One program holds all channels of a token, so every source is read once in each direction. What bounds them is
-bytes under way: some 40 KB a processor keep an H200's memory busy, and one source of a token is 14 KB. So a
-program takes token after token, and the next sources come through shared memory while the sums of one are
-taken; registers cannot hold that much. Legend: n tokens, w sources, c channels.
+One program holds all channels of a token, so every source is read once in each direction. What bounds them
+is bytes under way: an H200's memory has 32 KB a microsecond for each processor, and one source of a token is
+14 KB. So a program takes token after token, and the next sources come through shared memory while the sums of
+one are taken; registers cannot hold that much. Legend: n tokens, w sources, c channels.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+
 def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Mixed [n, c] and, for ``backward``, fp32 [n] log-sums; sources [n, c] with unit channel stride."""
     n, c = sources[0].shape
     out = torch.empty(n, c, dtype=sources[0].dtype, device=sources[0].device)
     logsum = torch.empty(n, dtype=torch.float32, device=out.device)
     block, warps = _block(c)
-    # 16 warps a processor have 128 registers a thread, of which 96 hold its channels of direction, sum and source
+    # 16 warps a processor have 128 registers a thread; 96 hold its channels of direction, sum and source
     _mix_forward[(_programs(out, 16 // warps),)](
         tuple(sources),
         tuple(source.stride(0) for source in sources),
@@ -36,7 +37,7 @@ def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tenso
         eps,
         W=len(sources),
         BLOCK=block,
-        # every stage but the one in work is 32 KB under way, 64 KB in fp32
+        # each but the one in work is 32 KB under way in a processor, 64 KB in fp32
         STAGES=6 if warps < 8 and out.element_size() == 2 else 4,
         num_warps=warps,
         maxnreg=128,
@@ -50,8 +51,8 @@ def backward(
     """Gradients of the direction, fp32 [c], and of each source, [n, c]; ``grad`` [n, c].
 
     ``out`` and ``logsum`` are the forward pass' results. ``grad . out`` stands for the sum of the weighted
-    ``grad . source`` (as in flash attention), so that sources are read once. Each program leaves a partial sum
-    of the direction's gradient; their order is fixed.
+    ``grad . source`` (as in flash attention), so that sources are read once. Each program leaves a partial
+    sum of the direction's gradient; they are added in a fixed order.
     """
     n, c = out.shape
     block, warps = _block(c)
@@ -162,7 +163,8 @@ def _mix_forward(
     i = 0
     at = first.to(tl.int64)
     for j in tl.range(0, (n - first + step - 1) // step * W, num_stages=STAGES):
-        # of the source that is loaded; i and at, of the one summed, would else be kept for all that are under way
+        # j is the source that is loaded; i and at, of the one summed, are counted apart from it, or they
+        # would be kept for every source under way
         row = _row(sources, strides, j % W, (first + j // W * step).to(tl.int64), W)
         v = tl.load(row + channel, mask=inside, other=0.0).to(tl.float32)
         dot, square = tl.reduce((v * u, v * v), 0, _add_two)
@@ -189,7 +191,7 @@ def _mix_forward(
 def source_gradient(v, u, g, dot, square, along_grad, inner, lse, channels, eps):
     """Gradient [BLOCK] of source ``v``, and what the direction's gradient has of it per ``v``.
 
-    u [BLOCK] is the direction, g the result's gradient; dot, square and along_grad are v . u, v . v and v . g.
+    u [BLOCK] is the direction, g the result's gradient; dot, square, along_grad are v . u, v . v, v . g.
     """
     scale = tl.rsqrt(square / channels + eps)
     weight = tl.exp(dot * scale - lse)

@@ -1,12 +1,10 @@
-"""The backward pass of the mix over depth in Gluon: a token ahead, in a slot of shared memory for each tensor.
+"""The backward pass of the mix over depth in Gluon: each tensor's next row is a token ahead in its own slot.
 
-Every source is under way for as long as a whole token takes: with eight warps a processor and 9 sources 150 KB
-are, where registers hold one source ahead. A thread copies the elements that it reads itself, 16 bytes at a
-time, and asks for the next token's as soon as the sums over a source, which all warps meet for, are taken.
-``triton_mix.programs_with_slots`` says for which tensors this is. Imports Triton: import it inside functions only.
+A source is under way for as long as a whole token takes: of 9 with 7168 channels some 150 KB a processor are,
+where registers hold one source ahead. A thread copies the elements that it reads itself, 16 bytes at a time,
+and asks for the next token's once the sums over this one are taken. ``triton_mix.programs_with_slots`` says
+which tensors it takes. Imports Triton: import it inside functions only.
 """
-
-# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,7 +64,7 @@ def mix_backward(
         inner = gl.sum(g * slots.index(1).load(layout).to(gl.float32), 0)
         for i in gl.static_range(2):
             _fetch(slots, tensors, strides, i, there, channel, more)
-        # one source at a time: two halve the barriers, but their registers make it slower
+        # one source at a time: two would halve the barriers, but hold 32 registers more and are slower
         for i in gl.static_range(2, T):
             async_copy.wait_group(T - 1)
             v = slots.index(i).load(layout).to(gl.float32)

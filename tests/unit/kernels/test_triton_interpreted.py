@@ -94,9 +94,10 @@ for c, weighted in ((300, True), (70, False)):
     compare(f"situ {c}", got, want)
 
 with gluon_interpreted.in_place():
-    from k3train.kernels import triton_mix_slots  # noqa: F401
+    from k3train.kernels import triton_mix_slots
 for n, c, w, slots in ((5, 40, 3, 0), (3, 64, 2, 0), (5, 40, 3, 1), (1, 300, 2, 1), (4, 64, 10, 1)):
-    sources, grad, direction = [torch.randn(n, c) for _ in range(w)], torch.randn(n, c), torch.randn(c) * c**-0.5
+    sources, grad = [torch.randn(n, c) for _ in range(w)], torch.randn(n, c)
+    direction = torch.randn(c) * c**-0.5
     wide = [v.double().requires_grad_() for v in (direction, *sources)]
     y = attn_res.mix_reference(wide[1:], wide[0], torch.ones_like(wide[0]), 1e-3)
     want = [y, *torch.autograd.grad(y, wide, grad.double())]

@@ -75,8 +75,8 @@ def test_mix_keeps_only_its_sources_for_backward():
 
 
 def test_no_tokens():
-    sources, query, norm = [torch.zeros(0, 8, requires_grad=True) for _ in range(3)], torch.ones(8), torch.ones(8)
-    out = mix(sources, query, norm, 1e-5)
+    sources = [torch.zeros(0, 8, requires_grad=True) for _ in range(3)]
+    out = mix(sources, torch.ones(8), torch.ones(8), 1e-5)
     out.sum().backward()
     assert (out.shape, sources[0].grad.shape) == ((0, 8), (0, 8))
 
@@ -114,8 +114,8 @@ def test_which_backward_pass_is_taken(monkeypatch, channels, w, changed, device,
     monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
     tensors = [torch.empty(3, channels, dtype=torch.bfloat16) for _ in range(w + 2)]
     room = torch.empty(20_000, dtype=changed.get("dtype", torch.bfloat16))
-    strides = (changed.get("stride", channels), 1)
-    tensors[-1] = room.as_strided((3, channels), strides, changed.get("offset", 0)) if changed else tensors[-1]
+    strides, offset = (changed.get("stride", channels), 1), changed.get("offset", 0)
+    tensors[-1] = room.as_strided((3, channels), strides, offset) if changed else tensors[-1]
     given = SimpleNamespace(**device) if device else None
     assert triton_mix.programs_with_slots(tensors, given) == programs
 
