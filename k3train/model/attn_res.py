@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from k3train.backend.wide import never_narrower
 from k3train.kernels.attn_res import mix
 from k3train.model.parameters import fp32_vector
 
@@ -12,7 +15,8 @@ from k3train.model.parameters import fp32_vector
 class DepthMix(nn.Module):
     """Input of a sublayer as a softmax-weighted average of earlier outputs (k3 report eq. 8-10).
 
-    The query starts at zero, so that a new model takes the plain mean of what is there.
+    The query starts at zero, so that a new model takes the plain mean of what is there. Query and norm weight
+    stay fp32 when a wrapper casts the model.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -21,6 +25,24 @@ class DepthMix(nn.Module):
         self.norm_weight = fp32_vector(config, config.hidden_size, 1.0)
         self.eps = config.layernorm_epsilon
 
-    def forward(self, sources: tuple[Tensor, ...]) -> Tensor:
-        """Finished blocks, oldest first, then the running prefix: each [s, b, hidden], as is the result."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DepthMix:
+        return super()._apply(never_narrower(fn), recurse)
+
+    def forward(self, sources: Sequence[Tensor]) -> Tensor:
+        """Finished blocks, oldest first, then the running prefix: each [s, b, hidden], as is the result.
+
+        Raises ValueError for a tensor in the place of the sequence, and for none or unequal ones in it.
+        """
+        if isinstance(sources, Tensor):
+            raise ValueError(
+                f"sources is one tensor of shape {tuple(sources.shape)} and would be mixed along its first "
+                "axis: pass a tuple of tensors, one per source"
+            )
+        shapes = {tuple(source.shape) for source in sources}
+        if len(shapes) != 1 or sources[0].shape[-1] != len(self.query):
+            found = ", ".join(str(tuple(source.shape)) for source in sources) or "none"
+            raise ValueError(
+                f"sources are {found}: pass one or more of one shape, [s, b, hidden] with hidden = "
+                f"{len(self.query)}"
+            )
         return mix(list(sources), self.query, self.norm_weight, self.eps)

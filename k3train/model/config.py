@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import init_method_normal
 
 from k3train.config import schema
+from k3train.config.part import read_part
 from k3train.plan.recompute import RecomputePlan, recompute_plan
 
 if TYPE_CHECKING:
@@ -53,6 +54,21 @@ def fp8_recipe(config: Any) -> schema.Fp8:
     megatron-core's own ``fp8`` fields stay unset: they are about its Transformer Engine layers.
     """
     return config.k3.fp8 if isinstance(config, K3Config) else schema.Fp8.none
+
+
+def part_settings[Part](given: Part | None, config: TransformerConfig, name: str) -> Part:
+    """The settings of ``model.NAME``: those ``given``, else those of k3train's own config.
+
+    Raises ValueError when they cannot be and when there are none.
+    """
+    if given is not None:
+        return read_part(given, f"model.{name}")
+    if not isinstance(config, K3Config):
+        raise ValueError(
+            f"settings is missing, and a plain TransformerConfig has none of K3's: pass "
+            f"settings=k3train.config.schema.{name.capitalize()}(...)"
+        )
+    return getattr(config.k3, name)
 
 
 def params_dtype(model: schema.Model) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
+from k3train.backend.wide import never_narrower
 from k3train.config import schema
 from k3train.kernels.gated_norm import gated_rms_norm
 from k3train.kernels.kda.choose import kda
@@ -37,7 +39,7 @@ from k3train.kernels.main_grad import part_of
 from k3train.kernels.packing import Packing, make_packing
 from k3train.kernels.recompute import make_again, sum_again
 from k3train.kernels.short_conv import short_conv_parts
-from k3train.model.config import fp8_recipe
+from k3train.model.config import fp8_recipe, part_settings
 from k3train.model.projections import ColumnLinear, RowLinear
 from k3train.plan.recompute import head_slices
 
@@ -70,7 +72,7 @@ class KdaAttention(MegatronModule):
         self.selective, self.again = selective, again
         # a layer made again has its backward pass right after; one that keeps little keeps no scores either
         self.keep: Keep = "operands" if again else "nothing" if selective else "scores"
-        self.settings = settings or config.k3.kda  # pyright: ignore[reportAttributeAccessIssue]
+        self.settings = part_settings(settings, config, "kda")
         self.layer_number = layer_number
         self.tp, self.cp = pg_collection.tp, pg_collection.cp
         heads = config.num_attention_heads
@@ -243,6 +245,13 @@ class KdaAttention(MegatronModule):
         o = make_again(mixed, attended, *qkv, decay, on=self.selective)
         gate = self._by_head(gate)
         return make_again(normed, projected, o, gate, on=self.selective)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KdaAttention:
+        """Projections are cast as asked, the layer's own parameters never to a narrower float."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(never_narrower(fn), recurse=False)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[b, s, heads * d] -> [b, s, heads, d]."""

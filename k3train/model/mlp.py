@@ -17,7 +17,7 @@ from k3train.config import schema
 from k3train.kernels.linear import linears
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
-from k3train.model.config import fp8_recipe
+from k3train.model.config import fp8_recipe, part_settings
 from k3train.model.projections import ColumnLinear, RowLinear
 
 
@@ -41,7 +41,7 @@ class SituMlp(MegatronModule):
         super().__init__(config)
         self.selective = selective
         assert config.init_method is not None
-        caps = settings or config.k3.situ  # pyright: ignore[reportAttributeAccessIssue]
+        caps = part_settings(settings, config, "situ")
         self.caps = caps.gate_cap, caps.up_cap
         self.tp_group = pg_collection.tp
         column = partial(

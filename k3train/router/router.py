@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
+from k3train.backend.wide import never_narrower
 from k3train.config import schema
 from k3train.router.audit import Audit
 from k3train.router.aux_loss import with_loss
@@ -60,6 +61,7 @@ class K3Router(MegatronModule):
         super().__init__(config)
         self.num_experts, self.top_k = config.num_moe_experts, config.moe_router_topk
         self.layer_number = layer_number
+        self.settings = settings
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         fp32 = partial(torch.zeros, dtype=torch.float32, device=device)
@@ -107,12 +109,4 @@ class K3Router(MegatronModule):
         self.audit = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> K3Router:
-        """Move as asked, but refuse narrower floats: megatron-core's bf16 wrapper casts whole models."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize:
-                return tensor.to(moved.device)
-            return moved
-
-        return super()._apply(move, recurse)
+        return super()._apply(never_narrower(fn), recurse)
