@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from k3train.config import schema
+from k3train.config.part import read_part
 from k3train.router.router import K3Router
+
+UNTOLD_PASSES = 4096
+"""Counted forward passes without an ``update_biases`` after which a warning is given, once."""
+
+_REPLACED = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "moe_router_num_groups",
+    "moe_router_enable_expert_bias",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_enable_routing_replay",
+)
+"""Options of megatron-core's own router that change what is trained and that this one does not have."""
 
 
 class MegatronRouter(K3Router):
     """``K3Router`` behind megatron-core's router interface: ``MoESubmodules(router=...)`` builds it.
 
     ``config`` is a plain ``TransformerConfig``; its experts, top-k, initialisation and
-    ``moe_router_topk_scaling_factor`` are read, the options of megatron-core's own router are not. Call
+    ``moe_router_topk_scaling_factor`` are read. Scores are sigmoids. Call
     ``k3train.router.update.update_biases`` after each optimizer step. ``settings`` are by default K3's.
+    Raises ValueError for settings that cannot be, and for options of ``config`` that would have no effect.
     """
 
     def __init__(
@@ -27,27 +46,69 @@ class MegatronRouter(K3Router):
         *,
         settings: schema.Router | None = None,
     ) -> None:
-        settings = settings or schema.Router()
-        if settings.rule is schema.RouterRule.aux_loss and not config.calculate_per_token_loss:
-            raise ValueError(
-                "the auxiliary loss is a sum over tokens: set calculate_per_token_loss=True, or use "
-                "megatron-core's own router and its moe_aux_loss_coeff"
-            )
+        settings = read_part(settings or schema.Router(), "model.moe.router")
+        _refuse_what_has_no_effect(config, settings)
         super().__init__(config, 0, pg_collection, settings=settings)
         self.scale = config.moe_router_topk_scaling_factor or 1.0
+        # megatron-core counts layers of multi-token prediction from 1 again
+        self.layers_before = config.num_layers if is_mtp_layer else 0
+        self.passes = 0
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Number under which ``update_biases`` reports this layer."""
-        self.layer_number = layer_number
+        """Number under which ``update_biases`` reports this layer; those of multi-token prediction follow
+        the decoder's."""
+        self.layer_number = self.layers_before + layer_number
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """[s, b, hidden] -> weights in the input's dtype and choices, bool, each [s*b, experts].
 
         ``padding_mask``, bool [s, b], is True on tokens that are not counted.
         """
+        if self.training and torch.is_grad_enabled():
+            self._expect_update()
         valid = None if padding_mask is None else padding_mask.reshape(-1).logical_not()
         experts, weights = super().forward(input, valid)
         shape = weights.shape[0], self.num_experts
         dense = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
         chosen = torch.zeros(shape, dtype=torch.bool, device=weights.device).scatter_(1, experts, True)
         return (dense.scatter(1, experts, weights) * self.scale).to(input.dtype), chosen
+
+    def reset(self) -> None:
+        """Forget what this step's tokens did."""
+        super().reset()
+        self.passes = 0
+
+    def _expect_update(self) -> None:
+        self.passes += 1
+        if self.passes == UNTOLD_PASSES:
+            warnings.warn(
+                f"the router of layer {self.layer_number} has counted {self.passes} forward passes and its "
+                "bias was never updated, so nothing balances the experts: call "
+                "k3train.router.update.update_biases after each optimizer step",
+                stacklevel=2,
+            )
+
+
+def _refuse_what_has_no_effect(config: Any, settings: schema.Router) -> None:
+    if settings.input is schema.RouterInput.latent:
+        raise ValueError(
+            "model.moe.router.input = latent, but megatron-core's MoELayer hands its router the full hidden "
+            "state: use hidden"
+        )
+    if settings.rule is schema.RouterRule.aux_loss and not config.calculate_per_token_loss:
+        raise ValueError(
+            "the auxiliary loss is a sum over tokens: set calculate_per_token_loss=True, or use "
+            "megatron-core's own router and its moe_aux_loss_coeff"
+        )
+    on = [f"{name}={value}" for name in _REPLACED if _is_on(value := getattr(config, name, None))]
+    if config.moe_router_load_balancing_type == "sinkhorn":
+        on.append("moe_router_load_balancing_type=sinkhorn")
+    if on:
+        raise ValueError(
+            f"{', '.join(on)} would have no effect: MegatronRouter stands in for megatron-core's router, "
+            "whose options these are; take them out of the TransformerConfig"
+        )
+
+
+def _is_on(value: Any) -> bool:
+    return any(value) if isinstance(value, (list, tuple)) else bool(value)

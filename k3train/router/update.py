@@ -25,6 +25,8 @@ class RouterUpdate:
     work: Any
     """The collective, or None when this rank saw every token."""
     group: Any
+    ended: bool = False
+    """Whether the step was finished or discarded."""
 
     def snapshot(self) -> dict[str, Tensor]:
         """What the step's biases are about to be found from, on the host; call it before ``finish``.
@@ -46,11 +48,12 @@ class RouterUpdate:
     def finish(self) -> dict[int, dict[str, float]]:
         """Set each router's bias from the whole step's tokens and start the next step's count.
 
-        Every rank of the group must call this. Returns the numbers of ``balance_table`` by the routers' layer
-        number, and for routers with an audit its report.
+        Every rank of the group must call this, once. Returns the numbers of ``balance_table`` by the routers'
+        layer number, and for routers with an audit its report.
         """
         if self.sums is None:
             return {}
+        self._end()
         self._wait()
         loads, statistics = self.sums[:, :, 0], self.sums[:, :, 1:]
         rules = [router.rule for router in self.routers]
@@ -72,9 +75,18 @@ class RouterUpdate:
 
     def discard(self) -> None:
         """Forget a step that the optimizer skipped: biases stay. Ranks must agree on it."""
+        self._end()
         self._wait()
         for router in self.routers:
             router.reset()
+
+    def _end(self) -> None:
+        if self.ended and self.routers:
+            raise RuntimeError(
+                "this step's router update was finished or discarded before: call start_update again after "
+                "the next step's last backward pass"
+            )
+        self.ended = True
 
     def _wait(self) -> None:
         if self.work is not None:
@@ -88,11 +100,19 @@ def start_update(chunks: Iterable[nn.Module], group: Any = None) -> RouterUpdate
 
     ``group`` holds the ranks that saw different tokens at the same layers (tp x cp x dp); every rank of it
     must call this, for one all-reduce of all local layers, which runs beside what follows until ``finish``;
-    None when this rank saw them all.
+    None when this process is the only one. What is routed between here and ``finish`` is not counted. Raises
+    ValueError for no group among several processes, for routers of different settings, and for a router that
+    its DistributedDataParallel does not know.
     """
-    routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, K3Router)]
+    routers = _routers(chunks)
     if not routers:
         return RouterUpdate([], None, None, group)
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"group is missing and there are {dist.get_world_size()} ranks, whose biases would drift apart: "
+            "pass the ranks that saw different tokens, pg_collection.tp_dp_cp"
+        )
+    _check_alike(routers)
     sums = torch.stack([_collected(router) for router in routers])
     shared = group is not None and group.size() > 1
     work = dist.all_reduce(sums, group=group, async_op=True) if shared else None
@@ -109,7 +129,7 @@ def set_biases(routers: list[K3Router], biases: Tensor) -> None:
 
 def look_closer(chunks: Iterable[nn.Module]) -> None:
     """Audit every router's next step; call it before the step's first forward pass."""
-    for router in (m for chunk in chunks for m in chunk.modules() if isinstance(m, K3Router)):
+    for router in _routers(chunks):
         router.audit = Audit(router.top_k)
 
 
@@ -117,12 +137,40 @@ def update_biases(
     chunks: Iterable[nn.Module], group: Any = None, discard: bool = False
 ) -> dict[int, dict[str, float]]:
     """``start_update`` and ``finish`` at once; with ``discard`` nothing is sent, biases stay, and the result
-    is empty."""
-    update = start_update(chunks, None if discard else group)
+    is empty. Called again without new tokens it changes nothing."""
     if discard:
-        update.discard()
+        RouterUpdate(_routers(chunks), None, None, group).discard()
         return {}
-    return update.finish()
+    return start_update(chunks, group).finish()
+
+
+def _routers(chunks: Iterable[nn.Module]) -> list[K3Router]:
+    """The routers of all chunks, each of which its chunk trains."""
+    found: list[K3Router] = []
+    for chunk in chunks:
+        own = [module for module in chunk.modules() if isinstance(module, K3Router)]
+        trained = getattr(chunk, "param_to_bucket_group", None)  # megatron-core's DistributedDataParallel
+        for router in own:
+            if trained is not None and router.weight.requires_grad and router.weight not in trained:
+                raise ValueError(
+                    f"the router of layer {router.layer_number} came into the model after "
+                    "DistributedDataParallel, which does not reduce its weight's gradient: build routers "
+                    "with the model, before it and the optimizer"
+                )
+        found += own
+    return found
+
+
+def _check_alike(routers: list[K3Router]) -> None:
+    """All layers are solved at once, with the settings of the first."""
+    first = routers[0]
+    for other in routers[1:]:
+        for name in ("num_experts", "top_k", "settings"):
+            if getattr(first, name) != getattr(other, name):
+                raise ValueError(
+                    f"the routers of layers {first.layer_number} and {other.layer_number} differ in {name}: "
+                    "give all routers of one update the same"
+                )
 
 
 def _collected(router: K3Router) -> Tensor:

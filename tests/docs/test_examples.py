@@ -20,3 +20,8 @@ def run_example(rank: int, path: Path) -> list[float]:
 def test_example_runs_and_gets_better(path: Path) -> None:
     (numbers,) = run_ranks(1, run_example, path)
     assert numbers[-1] < 0.5 * numbers[0], numbers
+
+
+def test_experts_are_shared_by_two_ranks() -> None:
+    for numbers in run_ranks(2, run_example, EXAMPLES[0].with_name("experts.py")):
+        assert numbers[-1] < 0.5 * numbers[0], numbers
