@@ -29,36 +29,48 @@ def grouped_mms(rows: Tensor, weights: Sequence[Tensor], counts: Tensor) -> tupl
     # its rows must start at 16 bytes
     aligned = all(weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0 for weight in weights)
     if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
-        ends = counts.to(rows.device, non_blocking=True).cumsum(0).to(torch.int32)
-        return _FusedGroupedMm.apply(rows, ends, *weights)  # pyright: ignore[reportReturnType]
+        from k3train.kernels.triton_grouped import list_groups
+
+        groups = list_groups(counts.to(rows.device, non_blocking=True), rows.shape[0])
+        return _FusedGroupedMm.apply(rows, *groups, *weights)  # pyright: ignore[reportReturnType]
     hosted = tuple(counts.tolist())
     return tuple(_GroupedMm.apply(rows, weight, hosted) for weight in weights)  # pyright: ignore
 
 
 class _FusedGroupedMm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(rows, ends, *weights)
-        return tuple(F.grouped_mm(rows, weight, offs=ends) for weight in weights)
+    def forward(
+        ctx: Any, rows: Tensor, ends: Tensor, tiles: Tensor, total: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        from k3train.kernels.triton_grouped import Groups, multiply
+
+        rows = rows if _is_even(rows) else rows.contiguous()
+        ctx.save_for_backward(rows, ends, tiles, total, *weights)
+        return multiply(rows, weights, Groups(ends, tiles, total))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *weights = ctx.saved_tensors
-        grad_rows, grad_weights = None, []
-        for weight, grad in zip(weights, grads, strict=True):
-            grad = grad.contiguous()
-            back = F.grouped_mm(grad, weight.transpose(1, 2), offs=ends)
-            grad_rows = back if grad_rows is None else grad_rows.add_(back)
+        from k3train.kernels import triton_grouped
+
+        rows, ends, tiles, total, *weights = ctx.saved_tensors
+        groups = triton_grouped.Groups(ends, tiles, total)
+        rows.new_zeros(1)  # autograd's threads begin without a CUDA context, which tensor maps need
+        even = [grad if _is_even(grad) else grad.contiguous() for grad in grads]
+        back, grad_weights = triton_grouped.multiply_back(even, weights, groups), []
+        for weight, grad in zip(weights, even, strict=True):
             total = main_grad(weight)
             if total is None:
-                grad_weights.append(F.grouped_mm(rows.t(), grad, offs=ends))
+                grad_weights.append(F.grouped_mm(rows.t(), grad.contiguous(), offs=groups.ends))
             else:
-                from k3train.kernels import triton_grouped
-
-                triton_grouped.add_weight_gradient(total, rows.contiguous(), grad, ends)
+                triton_grouped.add_weight_gradient(total, rows, grad, groups.ends)
                 grad_weights.append(added(weight))
-        return grad_rows, None, *grad_weights
+        return back, None, None, None, *grad_weights
+
+
+def _is_even(x: Tensor) -> bool:
+    """Whether rows of ``x`` [t, n] lie apart and start at 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 8 == x.storage_offset() % 8 == 0
 
 
 class _GroupedMm(torch.autograd.Function):

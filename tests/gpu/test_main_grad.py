@@ -51,18 +51,37 @@ def test_linears(beside: bool) -> None:
     assert error(x.grad, want) < 6e-3  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("counts", [[0, 700, 1, 63], [0, 0, 0, 0], [128, 128, 128, 128]])
-def test_experts(counts: list[int]) -> None:
-    rows = torch.randn(sum(counts), 136, device="cuda").bfloat16().requires_grad_()
-    weights = with_buffers([torch.randn(4, 136, 264, device="cuda").bfloat16() for _ in range(2)], False)
-    before = [w.main_grad.double() for w in weights]  # type: ignore[attr-defined]
-    outs = grouped_mms(rows, weights, torch.tensor(counts, device="cuda"))
-    grads = [torch.randn_like(out) for out in outs]
-    torch.autograd.backward(outs, grads)
-    for w, g, want in zip(weights, grads, before, strict=True):
-        for i, (x, d) in enumerate(zip(rows.detach().split(counts), g.split(counts), strict=True)):
-            want[i] += x.double().T @ d.double()
+@pytest.mark.parametrize(
+    ("counts", "k", "n"),
+    [
+        ([0, 700, 1, 63], 136, 264),
+        ([0, 0, 0, 0], 136, 264),
+        ([128, 128, 128, 128], 1024, 768),
+        ([64, 65, 300, 5], 768, 1024),
+        ([3, 0, 0, 0], 64, 8),
+    ],
+)
+@pytest.mark.parametrize("weights", [1, 2, 3])
+@pytest.mark.parametrize("beside", [True, False])
+def test_experts(counts: list[int], k: int, n: int, weights: int, beside: bool) -> None:
+    t = sum(counts)
+    rows = torch.randn(t, k, device="cuda").bfloat16().requires_grad_()
+    leaves = with_buffers([torch.randn(4, k, n, device="cuda").bfloat16() for _ in range(weights)], False)
+    sums = [w.main_grad.double() for w in leaves]  # type: ignore[attr-defined]
+    outs = grouped_mms(rows, leaves, torch.tensor(counts, device="cuda"))
+    grads = torch.randn(t, weights * n, device="cuda").bfloat16().split(n, 1)
+    torch.autograd.backward(outs, grads if beside else [g.contiguous() for g in grads])
+    back = torch.zeros(t, k, dtype=torch.float64, device="cuda")
+    for w, out, grad, want in zip(leaves, outs, grads, sums, strict=True):
+        parts = zip(*(x.detach().double().split(counts) for x in (rows, out, grad, back)), strict=True)
+        for i, (x, y, d, b) in enumerate(parts):
+            matrix = w[i].detach().double()
+            assert error(y, x @ matrix) < 4e-3 or not len(x)
+            b += d @ matrix.T
+            want[i] += x.T @ d
         assert error(w.main_grad, want) < 1e-5  # type: ignore[attr-defined]
+    assert rows.grad is not None
+    assert error(rows.grad, back) < 6e-3 or not t
 
 
 def test_embedding() -> None:

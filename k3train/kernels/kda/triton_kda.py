@@ -10,18 +10,15 @@ their gradients are bf16; states are fp32. Where documents are cut into segments
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from k3train.kernels.hopper import is_hopper
 from k3train.kernels.kda.chunked import StateExchange
 from k3train.kernels.kda.segments import CHUNK, Ends, Tables, longest_segment, tables, upload
 from k3train.kernels.kda.triton_states import (
@@ -45,21 +42,15 @@ KEPT: dict[Keep, tuple[str, ...]] = {
 HEAD_DIM = 128
 STRONGEST_BOUND = -5.0
 """Below it e^(31/2 |bound|), the largest factor within a block of 32 tokens, leaves the range of bf16."""
-OLDEST_PTXAS = (13, 1)
-"""Older assemblers reuse the operand registers of a running wgmma: wrong results and invalid addresses."""
 
 
 def is_available(
     where: torch.device | str, dtype: torch.dtype, head_dim: int, gate_lower_bound: float
 ) -> tuple[bool, str]:
     """Whether ``triton_kda`` can serve such tensors, and the reason when it cannot."""
-    device = torch.device(where)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False, f"it needs a CUDA device, the tensors are on {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        name = torch.cuda.get_device_name(device)
-        return False, f"it is written for compute capability 9.0 (H100, H200), {name} has {capability}"
+    works, reason = is_hopper(where)
+    if not works:
+        return False, reason
     if dtype != torch.bfloat16:
         return False, f"it reads bfloat16, the tensors are {dtype}"
     if head_dim != HEAD_DIM:
@@ -69,37 +60,7 @@ def is_available(
             False,
             f"it holds for gate lower bounds in [{STRONGEST_BOUND}, 0), the model has {gate_lower_bound}",
         )
-    return _assembler()
-
-
-@lru_cache(maxsize=1)
-def _assembler() -> tuple[bool, str]:
-    """Whether ptxas compiles Hopper's matrix instructions correctly; takes the PyPI wheel's if it is
-    there."""
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton is not installed"
-    if "TRITON_PTXAS_PATH" not in os.environ and (found := _wheel_ptxas()):
-        os.environ["TRITON_PTXAS_PATH"] = str(found)
-    from triton import knobs
-
-    ptxas = knobs.nvidia.ptxas
-    version = tuple(int(n) for n in re.findall(r"\d+", ptxas.version)[:2])
-    if version < OLDEST_PTXAS:
-        need = ".".join(map(str, OLDEST_PTXAS))
-        return False, (
-            f"ptxas {ptxas.version} ({ptxas.path}) miscompiles Hopper's asynchronous matrix instructions; "
-            f"install the PyPI package nvidia-cuda-nvcc>={need} or set TRITON_PTXAS_PATH to a newer one"
-        )
     return True, ""
-
-
-def _wheel_ptxas() -> Path | None:
-    spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
-        for path in sorted(Path(root).glob("cu*/bin/ptxas"), reverse=True):
-            if os.access(path, os.X_OK):
-                return path
-    return None
 
 
 def triton_kda(
