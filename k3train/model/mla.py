@@ -18,6 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from k3train.kernels.attention import attention, attention_of_ranges
+from k3train.kernels.gate import sigmoid_gate
+from k3train.kernels.keys import keys_and_values
 from k3train.kernels.linear import linear, linears
 from k3train.kernels.main_grad import part_of
 from k3train.kernels.max_logits import max_logits, max_logits_of_ranges
@@ -151,7 +153,7 @@ class GatedMla(MegatronModule):
         else:
             out = shares.gather(out)
         out = make_again(
-            _gated, lambda x: self.o_proj(x)[0], out.reshape(gate.shape), gate, on=self.selective
+            sigmoid_gate, lambda x: self.o_proj(x)[0], out.reshape(gate.shape), gate, on=self.selective
         )
         return out, None
 
@@ -176,11 +178,11 @@ class GatedMla(MegatronModule):
         q = q.view(-1, count, self.nope + self.shared)
         latent, shared = narrow.split([self.latent, self.shared], dim=-1)
         kv = linear(self.kv_a_norm(latent), own(self.kv_b, self.nope + self.value), recipe)
-        k, v = self._expanded(kv, shared[:, 0], count)
+        k, v = keys_and_values(kv.flatten(0, 1), shared.flatten(0, 1), count, self.nope)
         self._observe(q, k, borders, None, first)
         gate = linear(hidden, own(self.g_proj, self.value), recipe)
         o = attention(q, k, v, borders, self.scale)
-        return linear(_gated(o.reshape(gate.shape), gate), own(self.o_proj, self.value, dim=1), recipe)
+        return linear(sigmoid_gate(o.reshape(gate.shape), gate), own(self.o_proj, self.value, dim=1), recipe)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Compressed queries, compressed keys and values, and the output's gate, which tp may gather for."""
@@ -231,25 +233,21 @@ class GatedMla(MegatronModule):
     def _keys_and_values(self, narrow: Tensor) -> tuple[Tensor, Tensor]:
         """k [n, h/(tp*p), nope + shared] and v [n, h/(tp*p), value] from ``narrow`` [n/(tp*cp), 1, 576]."""
         latent, shared = narrow.split([self.latent, self.shared], dim=-1)
-        narrow = torch.cat([self.kv_a_norm(latent), shared], dim=-1)
+        latent, shared = self._gathered(self.kv_a_norm(latent), shared)
+        rows = self.own_heads * (self.nope + self.value)
+        kv = self.kv_b(latent, self.cp_group.rank() % self.parts * rows, rows)
+        return keys_and_values(kv, shared, self.own_heads, self.nope)
+
+    def _gathered(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """[n/(tp*cp), 1, .] -> [n, .]: the whole buffer's compressed keys and values."""
+        if self.tp_group.size() == self.cp_group.size() == 1:
+            return latent.flatten(0, 1), shared.flatten(0, 1)
+        narrow = torch.cat([latent, shared], dim=-1)
         if self.config.sequence_parallel:
             # Heads differ over tp, so the gradients that come back to the latent are partial sums.
             narrow = gather_from_sequence_parallel_region(
                 narrow, tensor_parallel_output_grad=True, group=self.tp_group
             )
-        narrow = all_gather(narrow[:, 0], self.cp_group)
+        narrow = all_gather(narrow.flatten(0, 1), self.cp_group)
         latent, shared = narrow.split([self.latent, self.shared], dim=-1)
-        rows = self.own_heads * (self.nope + self.value)
-        kv = self.kv_b(latent, self.cp_group.rank() % self.parts * rows, rows)
-        return self._expanded(kv, shared, self.own_heads)
-
-    def _expanded(self, kv: Tensor, shared: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """k and v of ``heads`` heads from kv_b's output and the key channels [n, shared] that all share."""
-        k, v = kv.view(-1, heads, self.nope + self.value).split([self.nope, self.value], dim=-1)
-        k = torch.cat([k, shared[:, None].expand(-1, heads, -1)], dim=-1)
-        return k, v
-
-
-def _gated(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate) in fp32, in the dtype of ``gate``."""
-    return (x.float() * torch.sigmoid(gate.float())).to(gate.dtype)
+        return latent, shared
