@@ -15,15 +15,25 @@ class SortedRoutes(NamedTuple):
     """int64 [n*k]: route (token * k + choice) of each sorted row."""
     position: Tensor
     """int64 [n*k]: sorted row of each route."""
+    counts: Tensor
+    """int64 [experts]: routes of each."""
     top_k: int
 
 
-def sort_routes(experts: Tensor) -> SortedRoutes:
-    """``experts`` int64 [n, k]."""
-    source = experts.reshape(-1).argsort(stable=True)
+def sort_routes(experts: Tensor, num_experts: int) -> SortedRoutes:
+    """``experts`` int64 [n, k], below ``num_experts``."""
+    flat = experts.reshape(-1)
+    if num_experts <= torch.iinfo(torch.int16).max:
+        flat = flat.to(torch.int16)  # a radix sort takes a pass for every byte
+    source = flat.argsort(stable=True)
+    if source.is_cuda:
+        from k3train.kernels.triton_permute import invert
+
+        return SortedRoutes(source, *invert(source, flat, num_experts), experts.shape[1])
     position = torch.empty_like(source)
     position.scatter_(0, source, torch.arange(source.numel(), device=source.device))
-    return SortedRoutes(source, position, experts.shape[1])
+    counts = torch.bincount(flat, minlength=num_experts)
+    return SortedRoutes(source, position, counts, experts.shape[1])
 
 
 def permute(tokens: Tensor, order: SortedRoutes) -> Tensor:
@@ -34,6 +44,11 @@ def permute(tokens: Tensor, order: SortedRoutes) -> Tensor:
 def unpermute(rows: Tensor, order: SortedRoutes) -> Tensor:
     """Sum each token's k rows, in fp32 and in the order of its choices: [n*k, h] -> [n, h]."""
     return _Unpermute.apply(rows, order)
+
+
+def sort_weights(weights: Tensor, order: SortedRoutes) -> Tensor:
+    """Weights [n, k] of the routes, in the order of the rows: [n*k]."""
+    return _SortWeights.apply(weights, order)
 
 
 def _gather(tokens: Tensor, order: SortedRoutes) -> Tensor:
@@ -75,3 +90,15 @@ class _Unpermute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.order), None
+
+
+class _SortWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, order: SortedRoutes) -> Tensor:
+        ctx.order = order
+        return weights.reshape(-1).index_select(0, order.source)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.order.position).view(-1, ctx.order.top_k), None

@@ -1,9 +1,12 @@
-"""Gather-and-sum of routed rows as a Triton kernel. Import only where a GPU is: this imports Triton."""
+"""Routed rows, their order and their sums, as Triton kernels. Import only where a GPU is: this imports
+Triton.
+"""
 
-# pyright: reportMissingImports=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +26,31 @@ def gather_sum(rows: Tensor, position: Tensor, top_k: int) -> Tensor:
             rows, position, out, width, TOP_K=top_k, BLOCK=block
         )
     return out
+
+
+def invert(source: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Of the order ``source`` int64 [n] of ``experts`` [n]: the place of each, and how many each expert has,
+    int64 [num_experts]."""
+    position = torch.empty_like(source)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=source.device)
+    if source.numel():
+        _invert[(triton.cdiv(source.numel(), 1024),)](
+            source, experts, position, counts, source.numel(), num_experts,
+            BLOCK=1024, LANES=triton.next_power_of_2(num_experts + 1),
+        )  # fmt: skip
+    return position, counts
+
+
+@triton.jit
+def _invert(source, experts, position, counts, n, num_experts, BLOCK: tl.constexpr, LANES: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    tl.store(position + tl.load(source + row, mask=inside, other=0), row.to(tl.int64), mask=inside)
+    expert = tl.load(experts + row, mask=inside, other=num_experts).to(tl.int32)
+    lane = tl.arange(0, LANES)
+    found = tl.histogram(expert, LANES).to(tl.int64)
+    # integers: their order does not matter
+    tl.atomic_add(counts + lane, found, mask=(lane < num_experts) & (found > 0), sem="relaxed")
 
 
 @triton.jit

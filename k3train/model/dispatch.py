@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
-from k3train.kernels.permute import SortedRoutes, permute, sort_routes, unpermute
+from k3train.kernels.permute import SortedRoutes, permute, sort_routes, sort_weights, unpermute
 from k3train.router.router import Routes
 
 
@@ -63,11 +63,8 @@ class LocalDispatch:
 
     def dispatch(self, tokens: Tensor, routes: Routes) -> Dispatched:
         """Rows sorted by expert, then token; counts stay on the device."""
-        self.order = sort_routes(routes.experts)
-        flat = routes.experts.reshape(-1)
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=flat.device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        return Dispatched(permute(tokens, self.order), counts, _sorted_weights(routes, self.order))
+        self.order = order = sort_routes(routes.experts, self.num_experts)
+        return Dispatched(permute(tokens, order), order.counts, sort_weights(routes.weights, order))
 
     def combine(self, rows: Tensor) -> Tensor:
         """Sum over each token's experts."""
@@ -86,14 +83,14 @@ class AllToAllDispatch(MoEAlltoAllTokenDispatcher):
 
     def dispatch(self, tokens: Tensor, routes: Routes) -> Dispatched:
         """Sort, exchange over ep, gather over etp, sort by local expert."""
-        self.order = sort_routes(routes.experts)
+        self.order = sort_routes(routes.experts, self.num_experts)
         self.probs = routes.weights  # megatron-core sums over etp in the dtype of this attribute
         chosen = torch.zeros(tokens.shape[0], self.num_experts, dtype=torch.bool, device=tokens.device)
         chosen.scatter_(1, routes.experts, True)
         self.tokens_per_expert = self.preprocess(chosen)
         point = "before_permutation_1"
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(point, self.tokens_per_expert)
-        weights = _sorted_weights(routes, self.order)
+        weights = sort_weights(routes.weights, self.order)
         arrived = self.token_dispatch(permute(tokens, self.order), weights)
         rows, counts, received = self.dispatch_postprocess(*arrived)
         assert received is not None
@@ -122,7 +119,3 @@ class AllGatherDispatch(MoEAllGatherTokenDispatcher):
     def combine(self, rows: Tensor) -> Tensor:
         """Reduce-scatter the sums over ep x etp."""
         return self.combine_postprocess(self.token_combine(self.combine_preprocess(rows)))
-
-
-def _sorted_weights(routes: Routes, order: SortedRoutes) -> Tensor:
-    return routes.weights.reshape(-1).index_select(0, order.source)

@@ -31,26 +31,32 @@ class SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         """Products with all three terms at once, then their sum."""
         ctx.save_for_backward(tokens, weight)
-        return _sum(_product(tokens, _terms(weight, 3).flatten(0, 1).T).unflatten(1, (3, -1)), dim=1)
+        by_term = _product(tokens, split_terms(weight, (2, 1, 0), across=False).T)
+        return _sum(*by_term.split(weight.shape[0], 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens in bf16 and of the weight in fp32."""
         tokens, weight = ctx.saved_tensors
-        grad, weights = _terms(grads[0], 3), _terms(weight, 2)
-        by_term = _product(grad.transpose(1, 2).flatten(0, 1), tokens).unflatten(0, (3, -1))
-        wide = torch.cat((grad[0], grad[0], grad[1]), dim=1)
-        to_tokens = wide @ torch.cat((weights[0], weights[1], weights[0]))
-        return to_tokens, _sum(by_term, dim=0)
+        experts = weight.shape[0]
+        grad = split_terms(grads[0], (0, 0, 1, 2), across=True)
+        to_tokens = grad[:, : 3 * experts] @ split_terms(weight, (0, 1, 0), across=False)
+        large, middle, small = _product(grad[:, experts:].T, tokens).split(experts)
+        return to_tokens, _sum(small, middle, large)
 
 
-def _terms(x: Tensor, count: int) -> Tensor:
-    """fp32 [a, b] as ``count`` bf16 matrices [count, a, b] of falling size whose sum it is."""
-    terms = []
-    for _ in range(count):
-        terms.append(x.bfloat16())
-        x = x - terms[-1].float()
-    return torch.stack(terms)
+def split_terms(x: Tensor, terms: tuple[int, ...], *, across: bool) -> Tensor:
+    """fp32 ``x`` [a, b] as three bf16 matrices of falling size whose sum it is: those that ``terms`` names, 0
+    the largest, side by side (``across``) or one below the other."""
+    if x.is_cuda:
+        from k3train.router import triton_router
+
+        return triton_router.split(x, terms, across=across)
+    parts = []
+    for _ in range(3):
+        parts.append(x.bfloat16())
+        x = x - parts[-1].float()
+    return torch.cat([parts[term] for term in terms], dim=1 if across else 0)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -58,7 +64,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def _sum(parts: Tensor, dim: int) -> Tensor:
-    """Of three terms, the smallest first."""
-    large, middle, small = parts.unbind(dim)
+def _sum(small: Tensor, middle: Tensor, large: Tensor) -> Tensor:
+    """The smallest first."""
+    if small.is_cuda:
+        from k3train.router import triton_router
+
+        return triton_router.add_terms(small, middle, large)
     return (small + middle).add_(large)

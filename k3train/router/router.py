@@ -18,6 +18,7 @@ from k3train.router.aux_loss import with_loss
 from k3train.router.choose import make_rule
 from k3train.router.logits import router_logits
 from k3train.router.select import Tally, select
+from k3train.router.weights import route_weights
 
 
 class Routes(NamedTuple):
@@ -91,8 +92,7 @@ class K3Router(MegatronModule):
         counting = self.training and torch.is_grad_enabled()
         tally = Tally(self.loads, self.rule.histogram, self.bounds, valid) if counting else None
         experts, cutoff = select(logits.detach(), self.bias, self.top_k, tally)
-        chosen = torch.sigmoid(logits.gather(-1, experts))
-        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        weights = route_weights(logits, experts)
         if counting:
             self.rule.observe(logits.detach(), cutoff, valid)
             if self.audit is not None:

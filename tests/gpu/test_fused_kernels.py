@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from k3train.kernels.cross_entropy import cross_entropy
+from k3train.kernels.gate import sigmoid_gate
 from k3train.kernels.gated_norm import gated_rms_norm
+from k3train.kernels.keys import keys_and_values
 from k3train.kernels.packing import make_packing
 from k3train.kernels.rms_norm import rms_norm
 from k3train.kernels.short_conv import short_conv
+from k3train.router.weights import route_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +65,34 @@ def test_rms_norm(n: int, c: int) -> None:
 def test_gated_norm() -> None:
     inputs = [bf16(1, 300, 16, 128), torch.randn(128, device="cuda"), bf16(1, 300, 16, 128)]
     compare(lambda x, w, g: gated_rms_norm(x, w, g, 1e-5), inputs)
+
+
+def test_sigmoid_gate() -> None:
+    compare(sigmoid_gate, [bf16(300, 1, 2100), bf16(300, 1, 2500)[..., :2100]])
+
+
+@pytest.mark.parametrize("heads", [3, 40])
+def test_keys_and_values(heads: int) -> None:
+    def both(kv: Tensor, shared: Tensor) -> Tensor:
+        return torch.cat([x.flatten(1) for x in keys_and_values(kv, shared, heads, 128)], 1)
+
+    compare(both, [bf16(200, heads * 208), bf16(200, 100)[:, :64]])
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (896, 16), (20, 3)])
+def test_route_weights(experts: int, top_k: int) -> None:
+    logits = torch.randn(333, experts, device="cuda")
+    chosen = torch.rand_like(logits).topk(top_k).indices
+    compare(lambda x: route_weights(x, chosen), [logits], tolerance=1e-6)
+
+
+def test_the_weight_of_an_only_choice_is_one() -> None:
+    logits = torch.randn(333, 20, device="cuda", requires_grad=True)
+    weights = route_weights(logits, logits.detach().topk(1).indices)
+    torch.testing.assert_close(weights, torch.ones_like(weights))
+    weights.backward(torch.randn_like(weights))
+    assert logits.grad is not None
+    assert float(logits.grad.abs().max()) < 1e-6
 
 
 def test_cross_entropy(alone: dist.ProcessGroup) -> None:

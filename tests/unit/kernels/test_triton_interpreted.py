@@ -22,8 +22,11 @@ from tests import gluon_interpreted
 from triton.runtime import interpreter
 from k3train.kernels import adjacent, cross_entropy, gated_norm, short_conv
 from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm, triton_grouped
-from k3train.kernels import attn_res, permute, rms_norm, situ
-from k3train.kernels import triton_embedding, triton_mix, triton_permute, triton_rms_norm, triton_situ
+from k3train.kernels import attn_res, keys, permute, rms_norm, situ
+from k3train.kernels import triton_embedding, triton_gate, triton_keys, triton_mix, triton_permute
+from k3train.kernels import triton_rms_norm, triton_situ
+from k3train.router import triton_router
+from k3train.router.weights import route_weights
 
 
 def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
@@ -132,7 +135,8 @@ for counts in ([3, 0, 40, 1], [0, 0, 0, 0]):
     want = total.double()
     for i, (x, g) in enumerate(zip(rows.double().split(counts), grad.double().split(counts), strict=True)):
         want[i] += x.T @ g
-    triton_grouped.add_weight_gradient(total, rows, grad, torch.tensor(counts).cumsum(0).int())
+    groups = triton_grouped.list_groups(torch.tensor(counts), len(rows))
+    triton_grouped.add_weight_gradient(total, rows, grad, groups.ends)
     compare(f"experts {counts}", [total], [want])
 
 rows = torch.tensor([3] * 20 + [7, 0, 3, 5, 0] + [7] * 16)
@@ -149,9 +153,53 @@ out, scale = triton_rms_norm.forward(x, weight, 1e-3)
 got = [out, *triton_rms_norm.backward(grad, x, weight, scale)]
 compare("rms norm", got, [y, *torch.autograd.grad(y, wide, grad.double())])
 
-order, rows = permute.sort_routes(torch.randint(5, (13, 3))), torch.randn(39, 1100)
+order, rows = permute.sort_routes(torch.randint(5, (13, 3)), 5), torch.randn(39, 1100)
 got = triton_permute.gather_sum(rows, order.position, 3)
 compare("unpermute", [got], [permute.unpermute(rows.double(), order)])
+
+counts = torch.tensor([0, 700, 1, 63, 128, 129, 0])
+groups = triton_grouped.list_groups(counts, int(counts.sum()))
+ends = counts.cumsum(0).tolist()
+tiles = []
+for e, (count, end) in enumerate(zip(counts.tolist(), ends)):
+    tiles += [(first, end, e) for first in range(end - count, end, 128)]
+assert groups.ends.tolist() == ends
+assert [tuple(tile) for tile in groups.tiles[: int(groups.total[0])].tolist()] == tiles
+
+x, gate, grad = bf16(9, 70), bf16(9, 90)[:, :70], bf16(9, 70)
+wide = [v.double().requires_grad_() for v in (x, gate)]
+y = wide[0] * torch.sigmoid(wide[1])
+want = [y, *torch.autograd.grad(y, wide, grad.double())]
+compare("gate", [triton_gate.forward(x, gate), *triton_gate.backward(grad, x, gate)], want)
+
+h, d, s, e = 19, 24, 8, 12
+kv, shared = bf16(5, h * (d + e)), bf16(5, 30)[:, :s]
+wide = [v.double().requires_grad_() for v in (kv, shared)]
+k, v = keys.keys_and_values(*wide, h, d)
+grads = bf16(h, 5, d + s).transpose(0, 1), bf16(5, h, e)
+want = [k, *torch.autograd.grad([k, v], wide, [g.double() for g in grads])]
+compare("keys", [triton_keys.forward(kv, shared, h, d), *triton_keys.backward(*grads, d)], want)
+
+experts = torch.randint(0, 20, (1500,)).to(torch.int16)
+order = experts.argsort(stable=True)
+position, counts = triton_permute.invert(order, experts, 20)
+assert torch.equal(position[order], torch.arange(1500))
+assert torch.equal(counts, experts.bincount(minlength=20))
+
+chosen, logits = torch.rand(70, 20).topk(3).indices, torch.randn(70, 20)
+wide, grad = logits.double().requires_grad_(), torch.randn(70, 3)
+y = route_weights(wide, chosen)
+got = [triton_router.weights(logits, chosen, 1e-20)]
+got += [triton_router.weights_backward(grad, logits, chosen, 1e-20)]
+compare("route weights", got, [y, *torch.autograd.grad(y, wide, grad.double())])
+for across in (False, True):
+    x = torch.randn(7, 30)
+    # the interpreter cuts where a GPU rounds: the three terms still add up to x
+    parts = triton_router.split(x, (2, 0, 0, 1), across=across).double().chunk(4, dim=int(across))
+    compare(f"split {across}", [(parts[0] + parts[2] + parts[3]).float(), parts[1].bfloat16()], [x, parts[2]])
+    assert float((parts[1] - x).abs().max()) < 0.05
+x = torch.randn(7, 90)
+compare("terms", [triton_router.add_terms(*x.split(30, 1))], [x.double().view(7, 3, 30).sum(1)])
 print(json.dumps(errors))
 """
 
@@ -168,5 +216,5 @@ def test_kernels_equal_plain_torch() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
-    assert len(errors) == 68, errors
+    assert len(errors) == 81, errors
     assert {name: e for name, e in errors.items() if not e < 1} == {}
