@@ -49,7 +49,7 @@ def _cpu_runs(q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], scale: 
         alone = len(run) == 2
         mask = None if alone else causal_mask(tuple(border - run[0] for border in run), q.device)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=alone, scale=scale)
-        return o[0].transpose(0, 1)
+        return o.squeeze(0).transpose(0, 1)
 
     return _by_run(q, k, v, document_runs(borders, SHORT_TOKENS), attend)
 
@@ -142,7 +142,7 @@ def _rest(q: Tensor, k: Tensor, v: Tensor, scale: float, selective: bool) -> Ten
             return _varlen(q, k, v, (0, rows), (0, keys), scale)
         seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).squeeze(0).transpose(0, 1)
 
     return _first(make_again(_contiguous_equal, use, q, k, v, on=selective), -1, channels)
 
@@ -217,7 +217,7 @@ def _long(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     preferred = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(preferred, set_priority=True):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return out[0].transpose(0, 1)
+    return out.squeeze(0).transpose(0, 1)
 
 
 def _varlen(

@@ -43,7 +43,7 @@ class OutputHead(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
             )
-        hidden = hidden[:, 0]
+        hidden = hidden.flatten(0, 1)
         if labels is not None:
             keep = self.training and not self.config.recompute.saves_memory
             return cross_entropy(hidden, self.weight, labels[0], self.tp_group, keep=keep)[None]

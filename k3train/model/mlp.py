@@ -85,10 +85,18 @@ class SituMlp(MegatronModule):
             return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
 
-    def _feed(self, hidden: Tensor) -> Tensor:
+    def inputs(self) -> list[Tensor]:
+        """What multiplies the input, for a caller who has other products of it: ``feed`` takes the results.
+        Only where a pass is repeatable."""
         assert self.gate_proj.weight is not None
         assert self.up_proj.weight is not None
-        gate, up = linears(hidden, [self.gate_proj.weight, self.up_proj.weight], fp8_recipe(self.config))
+        return [self.gate_proj.weight, self.up_proj.weight]
+
+    def _feed(self, hidden: Tensor) -> Tensor:
+        return self.feed(*linears(hidden, self.inputs(), fp8_recipe(self.config)))
+
+    def feed(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What follows the first two products: [s, b, inner / tp] each -> [s, b, hidden]."""
         return make_again(
             lambda gate, up: situ_glu(gate, up, *self.caps),
             lambda inner: self.down_proj(inner)[0],

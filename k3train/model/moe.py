@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor
 
 from k3train.config.schema import Fp8, RouterInput
 from k3train.kernels.beside import beside
+from k3train.kernels.linear import linears
 from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import make_again
-from k3train.model.config import K3Config
+from k3train.model.config import K3Config, fp8_recipe
 from k3train.model.dispatch import make_dispatch
 from k3train.model.experts import Experts
 from k3train.model.mlp import SituMlp
@@ -75,12 +78,9 @@ class LatentMoe(MegatronModule):
         is True on it as in megatron-core; without one, a ``Packing`` given as ``packed_seq_params`` tells.
         Every rank of tp, ep and etp must call this.
         """
-        latent = self.latent_down(hidden)
         valid = self._valid(padding_mask, packed_seq_params)
+        latent, shared = self._read(hidden)
         routes = self.router(latent if self.routes_latent else hidden, valid)
-        shared = None
-        if self.shared is not None:
-            shared = beside(self._share, hidden, on=hidden.is_cuda and self.shares_beside)
         rows, counts, weights = self.dispatch.dispatch(latent.view(-1, latent.shape[-1]), routes)
         combined = self.dispatch.combine(self.experts(rows, counts, weights)).view_as(latent)
         out = make_again(self.latent_norm, self.latent_up, combined, on=self.selective)
@@ -92,6 +92,18 @@ class LatentMoe(MegatronModule):
         observes = rule.observe is not BalanceRule.observe or rule.loss is not BalanceRule.loss
         alone = self.tp_group.size() == 1 and not self.has_exchange
         return alone and not observes and self.router.audit is None
+
+    def _read(self, hidden: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """The latent, and the shared experts' output for whoever asks for it."""
+        if self.shared is None or self.shares_beside or not self.shared.is_repeatable():
+            latent, shared = self.latent_down(hidden), None
+            if self.shared is not None:
+                shared = beside(self._share, hidden, on=hidden.is_cuda and self.shares_beside)
+            return latent, shared
+        # together, so that the gradient of their input is summed up inside the products
+        weights = [self.latent_down.weight, *self.shared.inputs()]
+        latent, *both = linears(hidden, weights, fp8_recipe(self.config))
+        return latent, partial(self.shared.feed, *both)
 
     def _share(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None
