@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig
 
-from k3train.train.supervisor import Policy, supervise
+from k3train.train.supervisor import NO_LOGS, Policy, supervise
 
 
 def main(arguments: list[str]) -> int:
@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
             "last_call_timeout": options.last_call,
         },
         local_addr=os.environ.get("SLURMD_NODENAME"),
+        logs_specs=NO_LOGS,
     )
     policy = Policy(
         run_dir=options.stop_file.parent,

@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from k3train.config.schema import Run
 from k3train.faults import plan_from_environment
 from k3train.train.signals import END_TIME, STOP_FILE
-from k3train.train.supervisor import Policy, supervise
+from k3train.train.supervisor import NO_LOGS, Policy, supervise
 
 
 def launch(
@@ -47,7 +47,7 @@ def launch(
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         start_method="forkserver" if forked else "spawn",
-        logs_specs=logs,
+        logs_specs=logs or NO_LOGS,
     )
     policy = Policy(
         run_dir=Path(run.dir),

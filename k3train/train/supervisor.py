@@ -24,7 +24,11 @@ from typing import Any
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    SubprocessContext,
+)
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
@@ -50,6 +54,9 @@ STOPPED_GRACE_SECONDS = 30
 """The same when the ranks that ended did so on purpose: the others are about to."""
 
 LONGEST_DELAY_SECONDS = 300.0
+
+NO_LOGS = DefaultLogsSpecs(log_dir=os.devnull)
+"""Ranks write to the launcher's own output; torch's default leaves a folder in TMPDIR for every start."""
 
 EVENTS = "supervisor.jsonl"
 """File in the run's folder with every failure and restart that a supervisor has seen."""

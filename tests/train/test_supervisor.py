@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,8 +14,11 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from k3train.train.health import unhealthy
-from k3train.train.supervisor import EVENTS, Policy, describe, exit_code, supervise
+from k3train.train.launch import launch
+from k3train.train.signals import EXIT_BAD_INPUT
+from k3train.train.supervisor import EVENTS, NO_LOGS, Policy, describe, exit_code, supervise
 from tests.ranks import run_ranks
+from tests.train.runs import make_run
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -53,6 +57,7 @@ def _supervise(_: int, folder: Path, what: str, restarts: int) -> tuple[int, lis
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
+        logs_specs=NO_LOGS,
     )
     policy = Policy(run_dir=folder, stop_file=folder / "STOP", max_restarts=restarts, delay_seconds=0.2)
     began = time.monotonic()
@@ -113,6 +118,20 @@ def test_a_node_whose_gpu_needs_a_reset_is_not_used_again(
         "rank 1 was ended by SIGKILL; this node is not used again: a GPU needs a reset"
         in capfd.readouterr().err
     )
+
+
+def _launch(_: int, folder: Path) -> int:
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    tempfile.tempdir = str(temporary)
+    run = make_run(folder, ranks=1)
+    Path(run.dir).mkdir(parents=True, exist_ok=True)
+    assert launch(run, folder / "missing.yaml") == EXIT_BAD_INPUT
+    return len(list(temporary.iterdir()))
+
+
+def test_a_start_leaves_nothing_among_temporary_files(tmp_path: Path) -> None:
+    assert run_ranks(1, _launch, tmp_path) == [0]
 
 
 def test_nvidia_resiliency_ext_itself_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
