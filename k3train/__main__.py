@@ -189,6 +189,8 @@ def balance(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.last < 1:
         parser.error(f"argument --last: {options.last} is no number of steps; use 1 or more")
+    if options.bins is not None and options.bins < 2:
+        parser.error(f"argument --bins: {options.bins} is no number of bins; use 2 or more")
     from k3train.config.terminal import table_console
     from k3train.monitor.replay import print_balance
 

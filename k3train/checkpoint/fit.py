@@ -9,6 +9,8 @@ from k3train.config.schema import Model, Precision, Run
 
 _LISTED = 8
 """Settings that a message names."""
+_ROUTER, _ROUTER_INPUT = "model.moe.router.", "model.moe.router.input"
+"""Routing rules may change: what one carries is left out or starts anew. The input may not."""
 
 
 def misfit(theirs: Model, ours: Model) -> tuple[str, str] | None:
@@ -21,7 +23,11 @@ def misfit(theirs: Model, ours: Model) -> tuple[str, str] | None:
         return None
     if {name: shape for name, (shape, _) in there.items()} == {n: shape for n, (shape, _) in here.items()}:
         return other_precision(theirs.precision, ours.precision)
-    found = differences(Run(model=theirs), Run(model=ours))
+    found = [
+        each
+        for each in differences(Run(model=theirs), Run(model=ours))
+        if not each.key.startswith(_ROUTER) or each.key == _ROUTER_INPUT
+    ]
     words = [f"{each.key} is {shown(each.old)} there and {shown(each.new)} here" for each in found[:_LISTED]]
     more = [f"and {len(found) - _LISTED} more differ"] if len(found) > _LISTED else []
     return f"holds another model: {', '.join([*words, *more])}", "Use the model settings it was saved with"

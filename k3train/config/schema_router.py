@@ -18,7 +18,7 @@ class RouterRule(Enum):
     aux_loss = "aux_loss"
     """An auxiliary loss (GShard, Switch); the bias stays."""
     none = "none"
-    """No balancing: the bias stays zero."""
+    """No balancing; the bias stays."""
 
 
 class RouterInput(Enum):

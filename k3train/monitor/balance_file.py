@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from k3train.config.problems import BadInput
+
 FOLDER = "balance"
+_NAME = re.compile(r"step_(\d{8,})\.pipeline_\d{3,}\.npz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +48,40 @@ def save_step(run_dir: Path, step: int, pipeline_rank: int, saved: Saved) -> Non
 
 
 def read_saved(run_dir: Path) -> Iterator[tuple[int, Saved]]:
-    """Every saved step in order; a step of several pipeline ranks comes in parts."""
+    """Every saved step in order; a step of several pipeline ranks comes in parts.
+
+    Raises BadInput for a file that ``save_step`` did not write, or of which a part is missing.
+    """
     for path in sorted((run_dir / FOLDER).glob("step_*.npz")):
+        name = _NAME.fullmatch(path.name)
+        saved = _read(path) if name else None
+        if name is None or saved is None or not _fits(saved):
+            raise BadInput(
+                f"{path} is not what monitor.balance.save_every_steps writes, or a part of it is missing: "
+                "remove it"
+            )
+        yield int(name[1]), saved
+
+
+def _read(path: Path) -> Saved | None:
+    try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in Saved.__slots__}
         top_k = int(arrays.pop("top_k"))
-        yield int(path.name.split(".")[0].removeprefix("step_")), Saved(top_k=top_k, **arrays)
+        return Saved(top_k=top_k, **arrays)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, zlib.error):
+        return None
+
+
+def _fits(saved: Saved) -> bool:
+    """Whether all arrays are of the same layers and experts, and of numbers."""
+    arrays = saved.layers, saved.loads, saved.statistics, saved.bias, saved.bounds
+    if saved.loads.ndim != 2 or saved.statistics.ndim != 3:
+        return False
+    layers, experts = saved.loads.shape
+    shapes = (layers,), (layers, experts), (*saved.loads.shape, saved.statistics.shape[-1])
+    return (
+        tuple(array.shape for array in arrays) == (*shapes, (layers, experts), (layers, 2))
+        and "".join(array.dtype.kind for array in arrays) == "iiiff"
+        and 1 <= saved.top_k <= experts
+    )

@@ -105,6 +105,9 @@ def test_the_verb_reads_records_and_histograms(runs, capsys: pytest.CaptureFixtu
         out = capsys.readouterr().out
         assert "mean of 3 recorded steps, 3 to 5" in out
         assert out.count("differs by") == 2 * 4
+    with pytest.raises(SystemExit, match="2"):
+        main(["balance", run.dir, "--bins", "0"])
+    assert "argument --bins: 0 is no number of bins; use 2 or more" in capsys.readouterr().err
     assert main(["balance", run.dir, "--bins", "7"]) == 2
     assert "--bins 7 does not divide" in capsys.readouterr().err
     assert main(["balance", str(Path(run.dir) / "nowhere")]) == 2

@@ -17,7 +17,17 @@ from k3train.backend.start import wants_gpus
 from k3train.checkpoint.manifest import Manifest, digest_file, write_manifest
 from k3train.config.build import to_plain
 from k3train.config.problems import ConfigError, Unavailable
-from k3train.config.schema import Checkpoint, Device, Model, Mtp, Precision, Run
+from k3train.config.schema import (
+    Checkpoint,
+    Device,
+    Model,
+    Mtp,
+    Precision,
+    Quantile,
+    RouterInput,
+    RouterRule,
+    Run,
+)
 from k3train.config.trained import TRAIN_STATE
 from k3train.monitor.metrics_file import METRICS
 from k3train.train.claim import LOCK, claimed
@@ -80,6 +90,16 @@ def test_another_model_is_named_by_the_settings_that_differ(tmp_path: Path) -> N
     path = save(tmp_path / "saved", small_model())
     said = refusal(starting_from(path, hidden_size=64, num_heads=4))
     assert "model.hidden_size is 32 there and 64 here, model.num_heads is 2 there and 4 here" in said
+
+
+def test_another_routing_rule_is_taken_and_another_input_of_the_router_is_named(tmp_path: Path) -> None:
+    model = small_model()
+    path = save(tmp_path / "saved", model)
+    other = replace(model.moe.router, rule=RouterRule.sign, quantile=Quantile(bins=64, window=4))
+    check_start(starting_from(path, moe=replace(model.moe, router=other)))
+    latent = replace(other, input=RouterInput.latent)
+    said = refusal(starting_from(path, moe=replace(model.moe, router=latent)))
+    assert "holds another model: model.moe.router.input is hidden there and latent here. Use" in said
 
 
 def test_another_precision_is_answered_with_both_ways_out(tmp_path: Path) -> None:

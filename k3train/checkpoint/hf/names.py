@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from k3train.config.schema import Model
+from k3train.config.schema import Model, RouterInput
 from k3train.plan.counts import is_mla
 
 Shape = tuple[int, ...]
@@ -169,7 +169,8 @@ def _mlp(d: int, ffn_size: int) -> Iterator[Entry]:
 def _moe(model: Model) -> Iterator[Entry]:
     moe, d = model.moe, model.hidden_size
     bias = "gate.e_score_correction_bias"
-    yield _kept("router.weight", "gate.weight", (moe.num_experts, d))
+    width = moe.latent_size if moe.router.input is RouterInput.latent else d
+    yield _kept("router.weight", "gate.weight", (moe.num_experts, width))
     yield _kept("router.bias", bias, (moe.num_experts,), released_fp32=True)
     bounds = _kept("router.bounds", bias, (2,), released_fp32=True)
     yield replace(bounds, form=Form.bounds, stored=(moe.num_experts,))

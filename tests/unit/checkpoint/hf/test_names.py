@@ -122,9 +122,11 @@ def test_headers_of_k3(tensors, name: str, dtype: str, shape: tuple[int, ...]) -
     assert tensors[f"language_model.model.{name}"] == (dtype, shape)
 
 
-@pytest.mark.parametrize("preset", ["debug", "k3_3b", "k3_proxy", "k3_48b", "k3"])
+@pytest.mark.parametrize(
+    "preset", ["debug", "debug model.moe.router.input=latent", "k3_3b", "k3_proxy", "k3_48b", "k3"]
+)
 def test_every_parameter_of_a_preset_is_in_the_table(preset: str) -> None:
-    model = compose([f"model={preset}", "model.mtp.num_layers=1"]).model
+    model = compose([*f"model={preset}".split(), "model.mtp.num_layers=1"]).model
     entries = table(model)
     assert sum(math.prod(e.shape) for e in entries if e.written) == count_parameters(model).total
     assert len({entry.ours for entry in entries}) == len(entries)
