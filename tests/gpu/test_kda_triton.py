@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.gpu import kda_stages as stages
 from tests.gpu import run_kda as run
@@ -172,3 +173,49 @@ def test_gradients_of_the_states(t: int, longest: int) -> None:
     want = torch.autograd.grad([ro, rs], y, [do[0].double(), ds[0].double()])
     for name, a, b in zip((*run.NAMES, "dinitial"), got, want, strict=True):
         assert run.relative(a, b) < (4e-2 if name == "dA_log" else 2e-2), name
+
+
+MILLION = 1_048_576
+
+
+def repeated(x: list[Tensor], times: int) -> list[Tensor]:
+    """The same document over and over; A_log and dt_bias as they are."""
+    return [y.repeat(1, times, *[1] * (y.ndim - 2)) for y in x[:5]] + x[5:]
+
+
+def test_a_million_tokens_of_equal_documents_are_one_document_over_and_over() -> None:
+    """17 heads are more than 2^31 numbers: the last document would be wrong if an offset had 32 bits."""
+    n = MILLION // 16
+    x = [y.detach() for y in run.make(1, n, 17, "slow")]
+    with run.cut_into(n):
+        alone, _ = run.ours(*x)
+        many, _ = run.ours(*repeated(x, 16), borders=tuple(range(0, MILLION + 1, n)))
+    assert many.numel() > 2**31
+    assert all(torch.equal(part, alone) for part in many.split(n, 1))
+
+
+def test_gradients_of_a_million_tokens_of_equal_documents() -> None:
+    n = MILLION // 16
+    x = run.make(1, n, 2, "slow")
+    do = torch.randn(1, n, 2, 128, device="cuda").to(torch.bfloat16)
+    with run.cut_into(n // 256):
+        _, _, alone = run.gradients(run.ours, x, do)
+        y = [t.detach().requires_grad_() for t in repeated(x, 16)]
+        borders = tuple(range(0, MILLION + 1, n))
+        _, _, many = run.gradients(run.ours, y, do.repeat(1, 16, 1, 1), borders=borders)
+    for got, want in zip(many[:5], alone[:5], strict=True):
+        assert all(torch.equal(part, want) for part in got.split(n, 1))
+    for got, want in zip(many[5:], alone[5:], strict=True):
+        assert run.relative(got, 16 * want) < 1e-4
+
+
+@pytest.mark.parametrize("regime", ["slow", "mixed"])
+def test_one_document_of_a_million_tokens_is_its_halves_joined_by_the_state(regime: str) -> None:
+    x = [y.detach() for y in run.make(1, MILLION, 2, regime)]
+    whole, final = run.ours(*x, output_final_state=True)
+    a, state = run.ours(*(y[:, : MILLION // 2] for y in x[:5]), *x[5:], output_final_state=True)
+    rest = (y[:, MILLION // 2 :] for y in x[:5])
+    b, last = run.ours(*rest, *x[5:], initial_state=state, output_final_state=True)
+    # segments are other ones: each rounds its map of the state once
+    assert run.relative(torch.cat([a, b], 1), whole) < 5e-3
+    assert run.relative(last, final) < 5e-3
