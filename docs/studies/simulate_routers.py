@@ -253,9 +253,16 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        parser.error(f"argument --only: there is no section {unknown[0]!r}; use {', '.join(SECTIONS)}")
+    if options.seeds < 1:
+        parser.error(f"argument --seeds: {options.seeds} is no number of seeds; use 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU for cuda; use cpu")
     torch.set_num_threads(1)
     out = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for name in options.only.split(","):
+    for name in names:
         began = time.process_time()
         found = SECTIONS[name](list(range(1, options.seeds + 1)), options.device)
         out[name] = {

@@ -86,7 +86,7 @@ RANGES: dict[str, Range] = {
     "model.moe.latent_size": _ONE,
     "model.moe.num_shared_experts": _ONE,
     "model.moe.shared_ffn_size": _ONE,
-    "model.moe.router.quantile.bins": Range(2, 2**31 - 1),
+    "model.moe.router.quantile.bins": Range(2, 2**16),
     "model.moe.router.quantile.range": _POSITIVE,
     "model.moe.router.quantile.window": _ONE,
     "model.moe.router.quantile.strength": Range(0, 1, without_low=True),

@@ -44,7 +44,8 @@ class Quantile:
     """Quantile balancing; window and strength also hold for rule quantile_exact."""
 
     bins: int = 1000
-    """Bins of the histogram, per expert."""
+    """Bins of the histogram, per expert: each rank holds 4 bytes a bin and expert in each layer, and 8 more
+    while they are summed. Beyond some 1000 the next batch no longer sees the difference."""
     range: float | None = None
     """Bins lie between -range and range; null puts them where margins can be, between the smallest bias - 1
     and the largest bias + 1."""
@@ -115,7 +116,7 @@ class BalanceMonitor:
     """What is recorded about the balance of experts."""
 
     layers_every_steps: int = 1
-    """Record every layer's numbers every so many steps; 0 for never."""
+    """Record every layer's numbers every so many steps; 0 for never, but for audited steps."""
     audit_every_steps: int = 0
     """Every so many steps also compare with the exact quantile and with the batch's own bias; keeps and
     gathers all scores of such a step, 4 bytes a token and expert in each layer. 0 for never."""

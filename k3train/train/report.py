@@ -115,7 +115,9 @@ class Report:
     def _balance(self, setup: StageSetup, progress: Progress, balance: Balance) -> None:
         for alarm in self._bell.check(balance.layers):
             self._event("router_alarm", progress, **asdict(alarm))
-        if is_due(progress.step, setup.run.monitor.balance.layers_every_steps):
+        settings = setup.run.monitor.balance
+        # an audit that no record held would have been for nothing
+        if any(is_due(progress.step, n) for n in (settings.layers_every_steps, settings.audit_every_steps)):
             numbers = sorted(balance.layers)
             names = balance.layers[numbers[0]]
             self._monitor.write(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 
@@ -55,6 +58,24 @@ def test_quantile_balances_in_six_steps_what_the_sign_rule_does_not_in_a_hundred
     batches = simulation.World(64, seed=1).independent(8192)
     sign = simulation.simulate(batches, simulation.router(simulation.Rule.sign), 4, 100)
     assert min(step["max_violation"] for step in sign) > 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--only", "bins,binz"], "--only: there is no section 'binz'; use start, bins, smoothing, clusters"),
+        (["--seeds", "0"], "--seeds: 0 is no number of seeds; use 1 or more"),
+        (["--device", "cuda"], "--device: torch sees no GPU for cuda; use cpu"),
+    ],
+)
+def test_a_wrong_argument_is_told_before_anything_is_drawn(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulate_routers.py", *arguments, "--out", "/nowhere/file.json"])
+    monkeypatch.setattr(simulation.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        simulation.main()
+    assert told in capsys.readouterr().err
 
 
 def test_worlds_shift_and_cluster() -> None:

@@ -33,28 +33,29 @@ NAMES = {
 AUDIT = {"exact_error", "own_violation"}
 
 
+def five_steps(folder: Path, balance: BalanceMonitor, ranks: int = 1) -> Run:
+    stage = Stage(context_tokens=128, tokens=5 * 512, batch_tokens=512)
+    run = make_run(
+        folder,
+        ranks=ranks,
+        curriculum=Curriculum(stages={"only": stage}, order=["only"], eval_tokens=128),
+        parallel=Parallel(pp=ranks),
+        monitor=Monitor(balance=balance),
+        checkpoint=Checkpoint(),
+    )
+    assert train_run(run) == [0] * ranks
+    return run
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory):
     """The same five steps on one rank and on two pipeline ranks."""
-    stage = Stage(context_tokens=128, tokens=5 * 512, batch_tokens=512)
     balance = BalanceMonitor(
         audit_every_steps=2,
         save_every_steps=2,
         alarms=BalanceAlarms(patience_steps=3, max_violation=0.0, dead_experts=None, causal_lag=None),
     )
-    out = []
-    for ranks in (1, 2):
-        run = make_run(
-            tmp_path_factory.mktemp(f"ranks{ranks}"),
-            ranks=ranks,
-            curriculum=Curriculum(stages={"only": stage}, order=["only"], eval_tokens=128),
-            parallel=Parallel(pp=ranks),
-            monitor=Monitor(balance=balance),
-            checkpoint=Checkpoint(),
-        )
-        assert train_run(run) == [0] * ranks
-        out.append(run)
-    return out
+    return [five_steps(tmp_path_factory.mktemp(f"ranks{ranks}"), balance, ranks) for ranks in (1, 2)]
 
 
 def test_every_layer_of_every_pipeline_rank_is_recorded(runs) -> None:
@@ -70,6 +71,12 @@ def test_every_layer_of_every_pipeline_rank_is_recorded(runs) -> None:
             records(runs[0], "step")[a["step"] - 1]["router_max_violation"], rel=1e-4
         )
     assert all(0 < error < 0.2 for error in one[1]["values"]["exact_error"])
+
+
+def test_an_audited_step_is_recorded_whatever_else_is(tmp_path: Path) -> None:
+    run = five_steps(tmp_path, BalanceMonitor(layers_every_steps=5, audit_every_steps=2))
+    found = {each["step"]: "exact_error" in each["values"] for each in records(run, "balance")}
+    assert found == {2: True, 4: True, 5: False}
 
 
 def test_an_alarm_is_an_event_and_on_the_console(runs) -> None:

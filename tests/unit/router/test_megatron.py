@@ -55,6 +55,7 @@ def test_words_of_settings_are_read_as_on_the_command_line():
     [
         (Router(rule="quantlie"), "model.moe.router.rule = quantlie must be one of .* Did you mean quantile"),  # type: ignore[arg-type]
         (Router(quantile=Quantile(bins=-5)), "quantile.bins = -5 must be at least 2. Use 2 or more"),
+        (Router(quantile=Quantile(bins=10**9)), "quantile.bins = 1000000000 must be at most 65536"),
         (Router(quantile=Quantile(bins=1)), "quantile.bins = 1 must be at least 2. Use 2 or more"),
         (Router(quantile=Quantile(window=0)), "quantile.window = 0 must be at least 1. Use 1 or more"),
         (Router(quantile=Quantile(strength=2.0)), "quantile.strength = 2.0 must be at most 1"),
