@@ -5,13 +5,15 @@ Legend: w sources (finished blocks and the running prefix), ... the token axes, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from k3train.kernels.rms_norm import as_rows, fits_row_kernel
 
 
-def mix(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def mix(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """Average of ``sources`` weighted by softmax_i(query . RMSNorm(source_i)) per token (k3 report eq. 8-10).
 
     sources: w tensors [..., c] of one dtype; query and norm_weight [c], fp32. The RMSNorm is on keys only,
@@ -19,8 +21,10 @@ def mix(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -
     keeps the sources and, on a GPU, the result; it recomputes the weights. On a GPU both are one kernel.
 
     A single source has weight 1: it is returned, and query and norm weight get zero gradients, so that every
-    parameter takes part in every backward pass.
+    parameter takes part in every backward pass. Raises ValueError for one tensor in the place of the
+    sequence, for none, and for shapes that differ or do not end in c.
     """
+    _check_sources(sources, len(query))
     out = _Mix.apply(query, norm_weight, eps, *sources)
     assert isinstance(out, Tensor)
     return out
@@ -32,6 +36,18 @@ def mix_reference(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps
     keys = values * (values.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight
     weights = (keys @ query).softmax(0)
     return (weights[..., None] * values).sum(0).to(sources[0].dtype)
+
+
+def _check_sources(sources: Sequence[Tensor], channels: int) -> None:
+    if isinstance(sources, Tensor):
+        raise ValueError(
+            f"sources is one tensor of shape {tuple(sources.shape)} and would be mixed along its first axis: "
+            "pass a tuple of tensors, one per source"
+        )
+    shapes = {source.shape for source in sources}
+    if len(shapes) != 1 or sources[0].shape[-1] != channels:
+        found = ", ".join(str(tuple(source.shape)) for source in sources) or "none"
+        raise ValueError(f"sources are {found}: pass one or more of one shape, [..., {channels}]")
 
 
 class _Mix(torch.autograd.Function):

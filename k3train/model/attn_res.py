@@ -29,20 +29,5 @@ class DepthMix(nn.Module):
         return super()._apply(never_narrower(fn), recurse)
 
     def forward(self, sources: Sequence[Tensor]) -> Tensor:
-        """Finished blocks, oldest first, then the running prefix: each [s, b, hidden], as is the result.
-
-        Raises ValueError for a tensor in the place of the sequence, and for none or unequal ones in it.
-        """
-        if isinstance(sources, Tensor):
-            raise ValueError(
-                f"sources is one tensor of shape {tuple(sources.shape)} and would be mixed along its first "
-                "axis: pass a tuple of tensors, one per source"
-            )
-        shapes = {tuple(source.shape) for source in sources}
-        if len(shapes) != 1 or sources[0].shape[-1] != len(self.query):
-            found = ", ".join(str(tuple(source.shape)) for source in sources) or "none"
-            raise ValueError(
-                f"sources are {found}: pass one or more of one shape, [s, b, hidden] with hidden = "
-                f"{len(self.query)}"
-            )
-        return mix(list(sources), self.query, self.norm_weight, self.eps)
+        """Finished blocks, oldest first, then the running prefix: each [s, b, hidden], as is the result."""
+        return mix(sources, self.query, self.norm_weight, self.eps)

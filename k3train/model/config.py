@@ -57,18 +57,18 @@ def fp8_recipe(config: Any) -> schema.Fp8:
 
 
 def part_settings[Part](given: Part | None, config: TransformerConfig, name: str) -> Part:
-    """The settings of ``model.NAME``: those ``given``, else those of k3train's own config.
+    """The settings of ``model.NAME``: those ``given``, else those that ``config.k3`` carries.
 
     Raises ValueError when they cannot be and when there are none.
     """
     if given is not None:
         return read_part(given, f"model.{name}")
-    if not isinstance(config, K3Config):
+    if (model := getattr(config, "k3", None)) is None:
         raise ValueError(
             f"settings is missing, and a plain TransformerConfig has none of K3's: pass "
             f"settings=k3train.config.schema.{name.capitalize()}(...)"
         )
-    return getattr(config.k3, name)
+    return getattr(model, name)
 
 
 def params_dtype(model: schema.Model) -> torch.dtype:

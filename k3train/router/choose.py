@@ -19,14 +19,18 @@ def make_rule(
     """The rule that ``model.moe.router.rule`` names.
 
     ``micro_batch_group`` holds the ranks that share a micro-batch (tp x cp); None when this rank has all of
-    it. Raises ValueError when a quantile is asked for and every expert is always chosen.
+    it. Raises ValueError for more choices than experts, and when a quantile is asked for and every expert is
+    always chosen.
     """
+    sizes = f"model.moe.top_k={top_k} (moe_router_topk)", f"model.moe.num_experts={num_experts}"
+    if top_k > num_experts:
+        raise ValueError(f"{sizes[0]} is more than {sizes[1]}: lower top_k")
     quantiles = (schema.RouterRule.quantile, schema.RouterRule.quantile_exact)
     if settings.rule in quantiles and top_k >= num_experts:
         raise ValueError(
             f"model.moe.router.rule={settings.rule.value} compares the {top_k} chosen experts with the next "
-            f"best, so model.moe.top_k={top_k} must be less than model.moe.num_experts={num_experts}; "
-            "lower top_k or set model.moe.router.rule=none"
+            f"best, so {sizes[0]} must be less than {sizes[1]}; lower top_k or set "
+            "model.moe.router.rule=none"
         )
     match settings.rule:
         case schema.RouterRule.quantile:

@@ -55,7 +55,11 @@ def kda(
 
     ``keep`` trades memory for a shorter backward pass where the path can, see ``triton_kda``.
     With a ``cp_group`` of several ranks every rank of it must call this, forward and backward.
+    Raises ValueError for shapes that do not belong together and for a bound outside [-5, 0).
     """
+    _check_shapes(q, {"k": k, "v": v, "z": z, "beta": beta, "A_log": A_log, "dt_bias": dt_bias})
+    if not -5 <= gate_lower_bound < 0:
+        raise ValueError(f"gate_lower_bound = {gate_lower_bound:g} must be at least -5 and less than 0")
     sharded = cp_group is not None and cp_group.size() > 1
     if sharded and (initial_state is not None or output_final_state):
         raise ValueError("initial and final states need whole documents: run with context parallel degree 1")
@@ -106,6 +110,21 @@ def kda(
         exchange=exchange,
     )
     return o, final_state if output_final_state else None
+
+
+def _check_shapes(q: Tensor, others: dict[str, Tensor]) -> None:
+    """Kernels read whatever lies in memory behind a tensor that is too small."""
+    if q.ndim != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)}: kda needs [b, t, h, d]")
+    whole, heads, channels = tuple(q.shape), q.shape[2], q.shape[3]
+    shapes = {"beta": whole[:3], "A_log": (heads,), "dt_bias": (heads * channels,)}
+    for name, tensor in others.items():
+        wanted = shapes.get(name, whole)
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: with q [b, t, h, d] = {list(whole)} kda needs "
+                f"{wanted}"
+            )
 
 
 def _ends(packing: Packing | None, cp_group: Any) -> Ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -300,3 +301,27 @@ def test_gpu_equals_recurrence(regime: str) -> None:
     expected = backward(o, None, exact, do, None)
     for name, got, want in zip(NAMES, backward(o2, None, mine, do.cuda(), None), expected, strict=False):
         assert relative(got.cpu(), want) < 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"v": lambda x: x[:, :20]}, "v has shape (2, 20, 2, 16): with q [b, t, h, d] = [2, 40, 2, 16] kda"),
+        ({"beta": lambda x: x[..., :1]}, "beta has shape (2, 40, 1)"),
+        ({"A_log": lambda x: x[:1]}, "A_log has shape (1,)"),
+        ({"dt_bias": lambda x: x.view(2, 16)}, "dt_bias has shape (2, 16)"),
+        ({"q": lambda x: x.flatten(2)}, "q has shape (2, 40, 32): kda needs [b, t, h, d]"),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_refused(change, told) -> None:
+    inputs = dict(zip(NAMES, draw("random", 40, b=2), strict=False))
+    for name, change_one in change.items():
+        inputs[name] = change_one(inputs[name])
+    with pytest.raises(ValueError, match=re.escape(told)):
+        kda(**inputs, gate_lower_bound=BOUND)
+
+
+@pytest.mark.parametrize("bound", [-8.0, 0.0, 1.0])
+def test_a_bound_that_fp32_could_not_hold_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match=f"gate_lower_bound = {bound:g} must be at least -5 and less than 0"):
+        kda(*draw("random", 8), gate_lower_bound=bound)

@@ -69,7 +69,7 @@ def told(rank: int) -> dict[str, str]:
 def test_wrong_use_is_told_in_a_sentence():
     (found,) = run_ranks(1, told)
     missing = "settings is missing, and a plain TransformerConfig has none of K3's: pass settings="
-    shape = "pass one or more of one shape, [s, b, hidden] with hidden = 16"
+    shape = "pass one or more of one shape, [..., 16]"
     assert found == {
         "no kda settings": f"{missing}k3train.config.schema.Kda(...)",
         "no situ settings": f"{missing}k3train.config.schema.Situ(...)",

@@ -68,6 +68,14 @@ def test_settings_that_cannot_be_are_refused(settings: Router, told: str) -> Non
         make_router(settings)
 
 
+@pytest.mark.parametrize(("top_k", "rule"), [(9, "sign"), (9, "none"), (8, "quantile")])
+def test_more_choices_than_experts_are_refused(top_k: int, rule: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"model.moe.top_k={top_k} \(moe_router_topk\) .* model.moe.num_exp"
+    ):
+        make_router(Router(rule=schema.RouterRule[rule]), moe_router_topk=top_k)
+
+
 def test_a_wrong_setting_survives_megatron_core_s_spec():
     wrong = ModuleSpec(MegatronRouter, params={"settings": Router(quantile=Quantile(bins=0))})
     with pytest.raises(ValueError, match=r"quantile.bins = 0 must be at least 2. Use 2 or more. \[range\]"):
