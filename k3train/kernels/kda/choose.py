@@ -57,6 +57,7 @@ def kda(
     With a ``cp_group`` of several ranks every rank of it must call this, forward and backward.
     Raises ValueError for shapes that do not belong together and for a bound outside [-5, 0).
     """
+    inputs = q, k, v, z, beta, A_log, dt_bias
     _check_shapes(q, {"k": k, "v": v, "z": z, "beta": beta, "A_log": A_log, "dt_bias": dt_bias})
     if not -5 <= gate_lower_bound < 0:
         raise ValueError(f"gate_lower_bound = {gate_lower_bound:g} must be at least -5 and less than 0")
@@ -69,13 +70,7 @@ def kda(
     exchange = ContextParallelExchange(cp_group) if sharded else None
     if same_dtype and choose(q.device, q.dtype, q.shape[-1], gate_lower_bound)[0]:
         return triton_kda(
-            q,
-            k,
-            v,
-            z,
-            beta,
-            A_log,
-            dt_bias,
+            *inputs,
             gate_lower_bound=gate_lower_bound,
             packing=packing,
             initial_state=initial_state,
@@ -96,13 +91,7 @@ def kda(
         document = None if single else packing.local_document
         continues = sharded and packing.continues_from_left
     o, final_state = kda_chunked(
-        q,
-        k,
-        v,
-        z,
-        beta,
-        A_log,
-        dt_bias,
+        *inputs,
         gate_lower_bound=gate_lower_bound,
         document=document,
         continues=continues,
