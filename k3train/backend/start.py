@@ -20,7 +20,10 @@ from k3train.config.schema import Device
 
 
 def start_backend(device: Device = Device.auto, *, threads: int = 1) -> torch.device:
-    """Choose the device of this process and prepare megatron-core for it; call it before importing megatron.
+    """Choose the device of this process and prepare megatron-core for it.
+
+    Call it before importing megatron where nvidia-resiliency-ext may be installed: with a version below 0.6
+    that import fails.
 
     With a GPU the device is ``cuda:LOCAL_RANK``. Raises Unavailable when ``device=cuda`` finds no GPU.
     """

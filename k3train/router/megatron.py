@@ -15,6 +15,8 @@ from k3train.router.router import K3Router
 UNTOLD_PASSES = 4096
 """Counted forward passes without an ``update_biases`` after which a warning is given, once."""
 
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
 _REPLACED = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
@@ -32,8 +34,8 @@ _REPLACED = (
 class MegatronRouter(K3Router):
     """``K3Router`` behind megatron-core's router interface: ``MoESubmodules(router=...)`` builds it.
 
-    ``config`` is a plain ``TransformerConfig``; its experts, top-k, initialisation and
-    ``moe_router_topk_scaling_factor`` are read. Scores are sigmoids. Call
+    ``config`` is a plain ``TransformerConfig``; its experts, top-k, initialisation,
+    ``moe_router_topk_scaling_factor`` and ``moe_router_dtype`` are read. Scores are sigmoids. Call
     ``k3train.router.update.update_biases`` after each optimizer step. ``settings`` are by default K3's.
     Raises ValueError for settings that cannot be, and for options of ``config`` that would have no effect.
     """
@@ -52,6 +54,7 @@ class MegatronRouter(K3Router):
         self.scale = config.moe_router_topk_scaling_factor or 1.0
         # megatron-core counts layers of multi-token prediction from 1 again
         self.layers_before = config.num_layers if is_mtp_layer else 0
+        self.weights_dtype = _DTYPES.get(config.moe_router_dtype)
         self.passes = 0
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -60,8 +63,9 @@ class MegatronRouter(K3Router):
         self.layer_number = self.layers_before + layer_number
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """[s, b, hidden] -> weights in the input's dtype and choices, bool, each [s*b, experts].
+        """[s, b, hidden] -> weights and choices, bool, each [s*b, experts].
 
+        Weights have ``moe_router_dtype``, else the input's dtype; they are computed in fp32 either way.
         ``padding_mask``, bool [s, b], is True on tokens that are not counted.
         """
         if self.training and torch.is_grad_enabled():
@@ -71,7 +75,8 @@ class MegatronRouter(K3Router):
         shape = weights.shape[0], self.num_experts
         dense = torch.zeros(shape, dtype=weights.dtype, device=weights.device)
         chosen = torch.zeros(shape, dtype=torch.bool, device=weights.device).scatter_(1, experts, True)
-        return (dense.scatter(1, experts, weights) * self.scale).to(input.dtype), chosen
+        dense = dense.scatter(1, experts, weights) * self.scale
+        return dense.to(self.weights_dtype or input.dtype), chosen
 
     def reset(self) -> None:
         """Forget what this step's tokens did."""
@@ -82,8 +87,8 @@ class MegatronRouter(K3Router):
         self.passes += 1
         if self.passes == UNTOLD_PASSES:
             warnings.warn(
-                f"the router of layer {self.layer_number} has counted {self.passes} forward passes and its "
-                "bias was never updated, so nothing balances the experts: call "
+                f"the router of layer {self.layer_number} has counted {self.passes} forward passes since its "
+                "bias was last updated, so nothing balances the experts: call "
                 "k3train.router.update.update_biases after each optimizer step",
                 stacklevel=2,
             )

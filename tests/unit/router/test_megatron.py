@@ -102,6 +102,15 @@ def test_options_that_would_have_no_effect_are_refused(option: dict[str, Any]) -
         make_router(**option)
 
 
+@pytest.mark.parametrize(("dtype", "wanted"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+def test_weights_have_the_dtype_that_the_config_asks_for(dtype: str | None, wanted: torch.dtype) -> None:
+    weights, _ = make_router(moe_router_dtype=dtype)(torch.randn(5, 2, 16, dtype=torch.bfloat16))
+    assert weights.dtype is wanted
+    torch.testing.assert_close(
+        weights.float().sum(-1), torch.ones(10), rtol=0, atol=1e-2 if dtype is None else 1e-6
+    )
+
+
 def test_a_forgotten_update_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "UNTOLD_PASSES", 3)
     router = make_router()
