@@ -229,7 +229,8 @@ class Parallel:
     """Keep the inputs of what is fully recomputed in pinned memory of the host."""
     dispatcher: Dispatcher = Dispatcher.alltoall
     cuda_graphs: bool = True
-    """On a GPU, replay feed-forwards as CUDA graphs if nothing of them is sent or recomputed; not with pp."""
+    """On a GPU, replay layers, but for attention itself, as CUDA graphs where they send and recompute
+    nothing; not with pp."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -190,6 +190,24 @@ class KdaAttention(MegatronModule):
         )
         return out, None
 
+    def is_repeatable(self) -> bool:
+        """Whether ``prepare`` and ``finish`` are the same kernels every time and send nothing."""
+        return self.tp.size() == self.cp.size() == 1 and not (self.selective or self.again)
+
+    def prepare(self, x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+        """What is computed of x [s, 1, hidden] before ``attend``, and last the gate. Of ``packing`` only the
+        tokens' positions matter."""
+        *qkv, gate, beta, decay = self._project(_whole, x)
+        return *self._mix(_whole, packing, *qkv, decay), beta, self._by_head(gate)
+
+    def attend(self, *prepared: Tensor, packing: Packing | None) -> Tensor:
+        """The recurrence over q, k, v, decay and beta: [b, s, heads, head_dim]."""
+        return self._recur(_whole, packing, *prepared)
+
+    def finish(self, o: Tensor, gate: Tensor) -> Tensor:
+        """The layer's output [s, b, hidden] from those of ``attend`` and the gate."""
+        return self.o_proj(self._norm(o, gate))[0]
+
     def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
         """x [s, b, hidden], s of all tensor parallel ranks -> this rank's share [s / tp, b, hidden]."""
         some = partial(self._heads, packing=packing)
@@ -199,52 +217,61 @@ class KdaAttention(MegatronModule):
 
     def _heads(self, heads: tuple[int, int] | None, x: Tensor, *, packing: Packing | None) -> Tensor:
         """What all heads, or those of ``heads`` (first and number), contribute to the output."""
-        width = self.settings.head_dim
-
-        def own(weight: Tensor, size: int = width, dim: int = 0) -> Tensor:
-            return weight if heads is None else part_of(weight, dim, heads[0] * size, heads[1] * size)
-
-        # [s, b, channels] -> [b, s, channels]
-        inputs: list[Any] = [own(m.weight) for m in (self.q_proj, self.k_proj, self.v_proj, self.g_proj)]  # type: ignore[arg-type]
-        inputs += [own(self.b_proj.weight, 1), self.f_a.weight]  # type: ignore[arg-type]
-        # beta and the decay steer a state over thousands of tokens, and cost next to nothing: never in FP8
-        recipe = fp8_recipe(self.config)
-        made = linears(x, inputs, recipe, exact=2)
-        *qkv, gate, beta, decay = (y.transpose(0, 1) for y in made)
-
-        def mixed(*qkv_decay: Tensor) -> tuple[Tensor, ...]:
-            *qkv, decay = qkv_decay
-            taps = torch.cat([own(self.q_conv), own(self.k_conv), own(self.v_conv)])
-            mixed = short_conv_parts(tuple(qkv), taps, packing, self.cp)
-            assert self.f_b.weight is not None
-            return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, own(self.f_b.weight)))
-
-        def attended(q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> Tensor:
-            return kda(
-                q,
-                k,
-                v,
-                z,
-                beta,
-                own(self.A_log, 1),
-                own(self.dt_bias),
-                gate_lower_bound=self.settings.gate_lower_bound,
-                packing=packing,
-                cp_group=self.cp,
-                keep=self.keep,
-            )[0]
-
-        def normed(o: Tensor, gate: Tensor) -> Tensor:
-            o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
-            return o.flatten(2).transpose(0, 1).contiguous()
+        own = _whole if heads is None else partial(_part, heads)
+        *qkv, gate, beta, decay = self._project(own, x)
 
         def projected(o: Tensor) -> Tensor:
-            assert self.o_proj.weight is not None
-            return self.o_proj(o)[0] if heads is None else linear(o, own(self.o_proj.weight, dim=1), recipe)
+            if heads is None:
+                return self.o_proj(o)[0]
+            return linear(o, own(self.o_proj.weight, self.settings.head_dim, 1), fp8_recipe(self.config))
 
-        o = make_again(mixed, attended, *qkv, decay, on=self.selective)
-        gate = self._by_head(gate)
-        return make_again(normed, projected, o, gate, on=self.selective)
+        o = make_again(
+            partial(self._mix, own, packing),
+            lambda *mixed: self._recur(own, packing, *mixed, beta),
+            *qkv,
+            decay,
+            on=self.selective,
+        )
+        return make_again(self._norm, projected, o, self._by_head(gate), on=self.selective)
+
+    def _project(self, own: Callable[..., Any], x: Tensor) -> list[Tensor]:
+        """q, k, v, gate, beta and the narrow decay: each [b, s, channels]."""
+        width = self.settings.head_dim
+        inputs = [own(m.weight, width) for m in (self.q_proj, self.k_proj, self.v_proj, self.g_proj)]
+        inputs += [own(self.b_proj.weight, 1), self.f_a.weight]
+        # beta and the decay steer a state over thousands of tokens, and cost next to nothing: never in FP8
+        made = linears(x, inputs, fp8_recipe(self.config), exact=2)
+        *wide, beta, decay = (y.transpose(0, 1) for y in made)
+        return [*wide, beta.contiguous(), decay]
+
+    def _mix(
+        self, own: Callable[..., Any], packing: Packing | None, *qkv_decay: Tensor
+    ) -> tuple[Tensor, ...]:
+        """q, k and v after their convolutions, and the decay: each [b, s, heads, head_dim]."""
+        width, (*qkv, decay) = self.settings.head_dim, qkv_decay
+        taps = torch.cat([own(taps, width) for taps in (self.q_conv, self.k_conv, self.v_conv)])
+        mixed = short_conv_parts(tuple(qkv), taps, packing, self.cp)
+        return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, own(self.f_b.weight, width)))
+
+    def _recur(self, own: Callable[..., Any], packing: Packing | None, *operands: Tensor) -> Tensor:
+        q, k, v, z, beta = operands
+        return kda(
+            q,
+            k,
+            v,
+            z,
+            beta,
+            own(self.A_log, 1),
+            own(self.dt_bias, self.settings.head_dim),
+            gate_lower_bound=self.settings.gate_lower_bound,
+            packing=packing,
+            cp_group=self.cp,
+            keep=self.keep,
+        )[0]
+
+    def _norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        o = gated_rms_norm(o, self.o_norm, gate, self.settings.norm_eps)
+        return o.flatten(2).transpose(0, 1).contiguous()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KdaAttention:
         """Projections are cast as asked, the layer's own parameters never to a narrower float."""
@@ -279,6 +306,16 @@ class KdaAttention(MegatronModule):
                 )
             )
         return sharded
+
+
+def _whole(weight: Any, size: int, dim: int = 0) -> Any:
+    """All heads' part of a parameter."""
+    return weight
+
+
+def _part(heads: tuple[int, int], weight: Any, size: int, dim: int = 0) -> Tensor:
+    """The part of some heads (first and number), of which each has ``size`` rows or columns."""
+    return part_of(weight, dim, heads[0] * size, heads[1] * size)
 
 
 def _as_packing(packed: Packing | PackedSeqParams | None, x: Tensor, cp: Any) -> Packing | None:

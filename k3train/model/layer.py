@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from k3train.plan.counts import is_mla
 
 PIECE_TOKENS = 65536
 """Tokens of a rank beyond which a fully recomputed feed-forward works piece by piece."""
+REPLAYS_ATTENTION = True
+"""Replay what lies around attention too, not feed-forwards alone."""
 
 
 class K3Layer(MegatronModule):
@@ -48,7 +51,9 @@ class K3Layer(MegatronModule):
         self.ffn_norm = RmsNorm(config, config.k3.hidden_size)
         self.ffn = make_ffn(config, index, pg_collection)
         self.graphs = config.cuda_graphs and self.recompute_ffn is Recompute.none
-        self.fed = Graphed([self.ffn, self.ffn_norm, self.ffn_mix])
+        before, after = [self.attention_mix, self.attention_norm], [self.ffn_mix, self.ffn_norm, self.ffn]
+        self.begun = Graphed([*before, self.attention], pool="begun")
+        self.fed = Graphed([self.attention, *after], pool="fed")
 
     def forward(self, *sources: Tensor, packing: Packing) -> Tensor:
         """The new running prefix from the finished blocks and the running prefix, each [s, b, hidden].
@@ -61,6 +66,10 @@ class K3Layer(MegatronModule):
         return again(forward, *sources, on=self.recompute_all, on_host=self.on_host)
 
     def _forward(self, *sources: Tensor, packing: Packing) -> Tensor:
+        replays = self.graphs and self.ffn.is_repeatable()
+        around = replays and REPLAYS_ATTENTION and self.attention.is_repeatable()
+        if around and not self.attention._forward_hooks:  # whoever looks at single modules sees it as one
+            return self._replayed(*sources, packing=packing)
         attend, feed = partial(self._attend, packing=packing), partial(self._feed, packing=packing)
         half = not self.recompute_all
         full = half and self.recompute_attention is Recompute.full
@@ -68,12 +77,31 @@ class K3Layer(MegatronModule):
         sources = advance(
             sources, attended if self.starts_block else sources[-1] + attended, self.starts_block
         )
-        if self.graphs and self.ffn.is_repeatable():  # pyright: ignore[reportCallIssue]
+        if replays:
             return self.fed(self._fed, *sources, packing.valid)
         if works_in_pieces(self.recompute_ffn, sources[-1]):
             return in_pieces(self._fed, *sources, own_valid(packing, self.tp_group))
         full = half and self.recompute_ffn is Recompute.full
         return sources[-1] + again(feed, *sources, on=full, on_host=self.on_host)
+
+    def _replayed(self, *sources: Tensor, packing: Packing) -> Tensor:
+        """As ``_forward``: only what follows the borders of documents is launched kernel by kernel."""
+        *made, gate = self.begun(partial(self._begun, packing=packing), *sources, packing.position)
+        attended = self.attention.attend(*made, packing=packing)
+        return self.fed(self._ended, attended, gate, *sources, packing.valid)
+
+    def _begun(self, *sources_position: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+        """What attention needs, and its gate, of tensors alone: sources and the tokens' positions."""
+        *sources, position = sources_position
+        hidden = self.attention_norm(self.attention_mix(tuple(sources)))
+        return self.attention.prepare(hidden, replace(packing, position=position))
+
+    def _ended(self, attended: Tensor, gate: Tensor, *sources_valid: Tensor) -> Tensor:
+        """The prefix after the layer, from attention's result on."""
+        *sources, valid = sources_valid
+        prefix = self.attention.finish(attended, gate)
+        prefix = prefix if self.starts_block else sources[-1] + prefix
+        return self._fed(*advance(tuple(sources), prefix, self.starts_block), valid)
 
     def _fed(self, *sources_valid: Tensor) -> Tensor:
         """The prefix after the feed-forward, of tensors alone: sources, and bool [s], False on padding."""
@@ -120,7 +148,7 @@ def own_valid(packing: Packing, tp_group: Any) -> Tensor:
     return packing.valid.chunk(tp_group.size())[tp_group.rank()]
 
 
-def make_attention(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:
+def make_attention(config: K3Config, index: int, pg_collection: Any) -> KdaAttention | GatedMla:
     """KDA or gated MLA, as the model's layer pattern says."""
     kind = GatedMla if is_mla(config.k3, index) else KdaAttention
     recompute = config.recompute.of_layer(config.k3, index)[0]
@@ -133,7 +161,7 @@ def make_attention(config: K3Config, index: int, pg_collection: Any) -> Megatron
     )
 
 
-def make_ffn(config: K3Config, index: int, pg_collection: Any) -> MegatronModule:
+def make_ffn(config: K3Config, index: int, pg_collection: Any) -> SituMlp | LatentMoe:
     """A dense feed-forward in the leading layers, the mixture of experts after them."""
     selective = config.recompute.of_layer(config.k3, index)[1] is Recompute.selective
     if index < config.k3.num_dense_layers:

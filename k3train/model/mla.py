@@ -133,17 +133,10 @@ class GatedMla(MegatronModule):
         shares = None
         if self.parts < self.cp_group.size():
             shares = QueryShares(self.cp_group, self.local_heads, borders)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._observe(q, k, borders, shares)
-            if shares is None:
-                return attention(q, k, v, borders, self.scale, selective=self.selective)
-            return attention_of_ranges(q, k, v, borders, shares.ranges, self.scale, selective=self.selective)
-
         query, latent, gate = self._project(hidden_states)
         out = make_again(
             lambda query, latent: (self._queries(query, shares), *self._keys_and_values(latent)),
-            attend,
+            lambda q, k, v: self._softmax(q, k, v, borders, shares),
             query,
             latent,
             on=self.selective,
@@ -152,10 +145,34 @@ class GatedMla(MegatronModule):
             out = all_to_all(out, self.cp_group, split_dim=0, concat_dim=1)  # [n/cp, h/tp, value]
         else:
             out = shares.gather(out)
-        out = make_again(
+        return self.finish(out, gate), None
+
+    def is_repeatable(self) -> bool:
+        """Whether ``prepare`` and ``finish`` are the same kernels every time and send nothing."""
+        return self.tp_group.size() == self.cp_group.size() == 1 and not (self.selective or self.again)
+
+    def prepare(self, hidden: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+        """q, k, v [n, heads, .] and the gate [n, 1, .] of hidden [n, 1, hidden], whatever the documents."""
+        query, latent, gate = self._project(hidden)
+        return self._queries(query, None), *self._keys_and_values(latent), gate
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing) -> Tensor:
+        """Softmax attention within documents: [n, heads, value]."""
+        return self._softmax(q, k, v, packing.cu_seqlens, None)
+
+    def finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        """The layer's output [n/(tp*cp), 1, hidden] from attention's and the gate."""
+        return make_again(
             sigmoid_gate, lambda x: self.o_proj(x)[0], out.reshape(gate.shape), gate, on=self.selective
         )
-        return out, None
+
+    def _softmax(
+        self, q: Tensor, k: Tensor, v: Tensor, borders: tuple[int, ...], shares: QueryShares | None
+    ) -> Tensor:
+        self._observe(q, k, borders, shares)
+        if shares is None:
+            return attention(q, k, v, borders, self.scale, selective=self.selective)
+        return attention_of_ranges(q, k, v, borders, shares.ranges, self.scale, selective=self.selective)
 
     def _heads(
         self,

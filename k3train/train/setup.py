@@ -155,6 +155,7 @@ def close_stage(setup: StageSetup) -> None:
     setup.data.close()
     for layer in (module for chunk in setup.chunks for module in chunk.modules()):
         if isinstance(layer, K3Layer):
+            layer.begun.recordings.clear()
             layer.fed.recordings.clear()
     for _, tensor in (*gradients(setup.chunks), *weights(setup.chunks), *moments(setup.optimizer)):
         tensor.untyped_storage().resize_(0)

@@ -101,7 +101,7 @@ def test_recomputed_and_replayed_passes_are_the_same_numbers(recipe: Fp8) -> Non
         return out.detach().clone(), x.grad.clone(), part.weight.grad.clone()
 
     want = run(part)
-    graphed = Graphed([part])
+    graphed = Graphed([part], pool="part")
     for function in [partial(part, again=True)] + 3 * [partial(graphed, part)]:
         assert all(torch.equal(a, b) for a, b in zip(run(function), want, strict=True))
     assert [recording is not None for recording in graphed.recordings.values()] == [True]
