@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k3train.data.batch import MicroBatch
-from k3train.kernels.packing import Packing, make_packing
+from k3train.kernels.packing import Packing, make_packing, move
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,16 +37,14 @@ def to_device(
     if n % cp_size:
         raise ValueError(f"a micro-batch of {n} tokens does not divide over cp={cp_size} ranks.")
     share = slice(cp_rank * n // cp_size, (cp_rank + 1) * n // cp_size)
-    pin = torch.device(device).type == "cuda"
 
-    def move(array: np.ndarray) -> Tensor:
-        host = torch.from_numpy(array[share].astype(np.int64))[None]
-        return (host.pin_memory() if pin else host).to(device, non_blocking=True)
+    def own(array: np.ndarray) -> Tensor:
+        return move(torch.from_numpy(array[share].astype(np.int64))[None], device)
 
     return RankBatch(
-        tokens=move(batch.tokens),
-        labels=move(batch.labels),
-        labels_mtp=move(batch.labels_mtp),
+        tokens=own(batch.tokens),
+        labels=own(batch.labels),
+        labels_mtp=own(batch.labels_mtp),
         packing=make_packing(
             batch.cu_seqlens.tolist(),
             torch.from_numpy(batch.valid),

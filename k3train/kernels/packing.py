@@ -84,7 +84,13 @@ def make_packing(
         cu_seqlens=tuple(int(c) for c in borders),
         start=start,
         stop=stop,
-        document=document.to(device, non_blocking=True),
-        position=position[start:stop].to(device, non_blocking=True),
-        valid=valid[start:stop].to(device, non_blocking=True),
+        document=move(document, device),
+        position=move(position[start:stop], device),
+        valid=move(valid[start:stop], device),
     )
+
+
+def move(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy to a device; to a GPU through pinned memory: other memory waits for all work before it."""
+    pin = torch.device(device).type == "cuda" and not x.is_cuda
+    return (x.pin_memory() if pin else x).to(device, non_blocking=True)
