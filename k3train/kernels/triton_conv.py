@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3train.kernels.adjacent import empty_beside
+from k3train.kernels.triton_partial import add_up
 
 _CHANNELS = 512
 """Channels of a program, at most."""
@@ -59,7 +60,7 @@ def backward(
         grad_xs, *grad_xs[0].stride()[:2], partial, t, width,
         PARTS=parts, W=taps, BC=block, AHEAD=_AHEAD, TILES=_TILES, num_warps=warps,
     )  # fmt: skip
-    return grad_xs, partial.sum((0, 1))
+    return grad_xs, add_up(partial.view(b * rows, -1)).view(-1, taps)
 
 
 def _block(channels: int) -> tuple[int, int]:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.triton_partial import add_up
+
 _ELEMENTS = 4096
 """Elements of a tile of whole rows."""
 _TILES = 8
@@ -43,7 +45,7 @@ def backward(
         grad, x, weight, gate, gate.stride(0), grad_x, grad_gate, partial, n, eps,
         D=d, HEADS=gate.shape[1] // d, ROWS=rows, TILES=_TILES,
     )  # fmt: skip
-    return grad_x, partial.sum(0), grad_gate
+    return grad_x, add_up(partial), grad_gate
 
 
 @triton.jit

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.triton_partial import add_up
+
 
 def forward(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Mixed [n, c] and, for ``backward``, fp32 [n] log-sums; sources [n, c] with unit channel stride."""
@@ -77,7 +79,7 @@ def backward(
         BLOCK=block,
         num_warps=warps,
     )
-    return partial.sum(0), grads
+    return add_up(partial), grads
 
 
 def programs_with_slots(tensors: list[Tensor], device: Any) -> int:

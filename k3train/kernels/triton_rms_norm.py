@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.triton_partial import add_up
+
 _PROGRAMS = 528
 """Programs of the backward pass; each leaves one partial sum of the weight's gradient."""
 
@@ -50,7 +52,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Te
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )
-    return grad_x, partial.sum(0)
+    return grad_x, add_up(partial)
 
 
 @triton.jit
