@@ -52,13 +52,22 @@ class Graphed:
         if recording is None:
             if key not in self.recordings or any(self.recordings.values()):
                 self.recordings[key] = None
-                return function(*inputs)
+                return self._launched(function, inputs)
             memory = _memory(self.pool, self.number)
             recording = self.recordings[key] = _Recording(function, self.modules, inputs, memory)
         if recording.is_busy():
-            return function(*inputs)
+            return self._launched(function, inputs)
         _fill(recording.inputs, inputs)
         outs: Any = _Replay.apply(recording, *inputs, *recording.parameters)
+        return outs if recording.is_tuple else outs[0]
+
+    def _launched(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
+        """``function(*inputs)`` kernel by kernel, though others of the step may be replayed."""
+        out = function(*inputs)
+        recording = next(filter(None, self.recordings.values()), None)
+        if recording is None:
+            return out
+        outs: Any = _Fresh.apply(recording.parameters, *(out if recording.is_tuple else (out,)))
         return outs if recording.is_tuple else outs[0]
 
 
@@ -127,6 +136,23 @@ class _Replay(torch.autograd.Function):
         ctx.alive, recording.running = None, None
         grads = [None if g is None else g.detach() for g in recording.grads]
         return None, *grads, *(added(p) if g is None else g.clone() for p, g in recording.parameters.items())
+
+
+class _Fresh(torch.autograd.Function):
+    """Its arguments. That replayed passes have added the gradients of some parameters does not hold for the
+    backward pass that begins here: megatron-core keeps that note until the end of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, parameters: dict[Any, Any], *outs: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = parameters
+        return tuple(out.view_as(out) for out in outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for parameter in ctx.parameters:
+            parameter.grad_added_to_main_grad = False
+        return None, *grads
 
 
 _filled: dict[int, tuple[StorageWeakRef, Any, int]] = {}

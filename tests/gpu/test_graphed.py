@@ -76,7 +76,7 @@ def test_passes_equal_those_without_graphs() -> None:
 def test_parts_recorded_out_of_order_keep_their_values() -> None:
     """The second part of a chain is recorded before the first, as when shapes change between passes."""
     torch.manual_seed(0)
-    parts = [Part(), Part()]
+    parts: list[Any] = [Part(), Part()]
     graphed = [Graphed([part], pool="chain") for part in parts]
     valid = torch.ones(64, dtype=torch.bool, device="cuda")
 
