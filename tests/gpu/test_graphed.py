@@ -102,6 +102,7 @@ def test_parts_recorded_out_of_order_keep_their_values() -> None:
 
 
 PROGRAM = """
+import faulthandler
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,7 @@ from pathlib import Path
 from k3train.backend.start import end_process, seed_everything, start_backend, start_processes
 from k3train.config.schema import Curriculum, Device, Kda, Mla, Parallel, Precision, Stage
 
+faulthandler.dump_traceback_later(90, exit=True)  # where it hangs or what it compiles
 device = start_backend(Device.cuda)
 start_processes(device, timeout_seconds=60)
 
@@ -152,7 +154,7 @@ end_process(0)
 def test_gradients_of_a_whole_model(tmp_path: Path) -> None:
     """Three steps of two micro-batches with documents of their own each, replayed and not."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     numbers = [float(x) for x in done.stdout.split()[-5:]]
     assert len(numbers) == 5, done.stderr[-4000:]
     print(numbers)
