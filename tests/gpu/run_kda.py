@@ -131,6 +131,7 @@ def sweep(h: int = 16, t: int = 131072) -> None:
             row["maps"] = lambda f=f: states.chain(x, v, f, "maps", None, s)
             row["back maps"] = lambda b=b: states.chain_back(x, o, b, "back maps", None, s)
             row["scan"] = lambda f=f: states._scan(f, "enter", s, s, states=s)
+        row = {name: fn for name, fn in row.items() if block in segments.SPEED.get(name, ({block: 0},))[0]}
         text = " ".join(f"{name} {median(fn):.3f}" for name, fn in row.items())
         print(f"H{h} T{t} {block} channels {parts} segments {text}", flush=True)
 

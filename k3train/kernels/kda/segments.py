@@ -190,22 +190,22 @@ SHORTEST = 16
 STEP, LAUNCH = 4.0, 50.0
 """Microseconds a segment of a scan, and of the host a launch."""
 SPEED = {
-    "output": ({128: 2.65, 64: 1.45, 32: 1.45}, 1, 0.0237),
-    "states": ({128: 1.8, 64: 1.3, 32: 0.95}, 1, 0.0284),
-    "back": ({128: 2.2, 64: 1.3, 32: 1.1}, 1, 0.032),
-    "maps": ({128: 3.6, 64: 1.65, 32: 1.35}, 2, 0.0125),
-    "back maps": ({128: 2.0, 64: 1.2, 32: 1.2}, 1, 0.0175),
+    "output": ({128: (2.06, 1), 64: (1.26, 1)}, 0.0237),
+    "states": ({128: (2.5, 1), 64: (1.36, 1)}, 0.0284),
+    "back": ({128: (2.2, 1), 64: (1.3, 1), 32: (1.1, 1)}, 0.032),
+    "maps": ({128: (1.29, 1), 64: (1.2, 2)}, 0.0116),
+    "back maps": ({128: (2.0, 1), 64: (1.2, 1), 32: (1.2, 1)}, 0.0175),
 }
 """By kind of chain, measured on one H200: microseconds a chunk of a program that keeps so many value
-channels, programs that share a processor at that speed, microseconds of memory traffic a chunk and head."""
+channels and programs that share a processor at that speed; microseconds of traffic a chunk and head."""
 
 
 def block_of(chunks: list[int], heads: int, kind: str) -> tuple[int, float]:
     """Value channels a program keeps, and the microseconds all chains, of so many chunks each, then take."""
-    alone, resident, memory = SPEED[kind]
+    programs, memory = SPEED[kind]
     total, longest = sum(chunks) * heads, max(chunks, default=0)
     best, least = 128, float("inf")
-    for block, step in alone.items():
+    for block, (step, resident) in programs.items():
         split, room = 128 // block, resident * PROCESSORS
         rounds = total * split / room / max(longest, 1)
         if len(chunks) * heads * split <= room:
@@ -223,7 +223,7 @@ def longest_segment(borders: tuple[int, ...], heads: int, ends: Ends) -> int:
     """Chunks of a segment for which the chains of forward and backward together take least time."""
     documents = [-(-(b - a) // CHUNK) for a, b in pairwise(borders)]
     whole = max(documents)
-    floor = sum(documents) * heads * sum(SPEED[kind][2] for kind in ("output", "states", "back"))
+    floor = sum(documents) * heads * sum(SPEED[kind][1] for kind in ("output", "states", "back"))
     best, least = whole, float("inf")
     for parts in PARTS:
         size = -(-whole // parts)

@@ -6,7 +6,8 @@ tokens, first chunk, where the state that enters lies in ``h0`` and where the on
 as the identity. With MAP nothing but the last state is stored.
 
 Operands come through a ring of shared-memory slots filled by bulk tensor copies while earlier chunks are
-computed; the state stays in fp32 accumulators. Every left operand of a product lies in shared memory.
+computed; the state stays in fp32 accumulators. ``kda_states`` keeps it transposed: the accumulators of one
+product, rounded, are the left operand of the next without a move. ``kda_bchain`` has its in shared memory.
 
 Imports triton: import it inside functions only.
 """
@@ -20,11 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from k3train.kernels.kda.triton_math import bf16, wide
 from k3train.kernels.kda.triton_ring import (
     arrived,
     dismiss,
     expect,
     expect_all,
+    factors,
     fetch,
     fetch_all,
     ring,
@@ -32,6 +35,7 @@ from k3train.kernels.kda.triton_ring import (
     state_in,
     state_out,
     state_places,
+    turned,
 )
 
 
@@ -54,92 +58,90 @@ def kda_states(
     HAS_H0: gl.constexpr,
     MAP: gl.constexpr,
     STAGES: gl.constexpr,
-    W: gl.constexpr,
 ):
     """Store the states and the corrections of all chunks; with MAP the last state instead."""
     C: gl.constexpr = 64
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
-    MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV // (W // 4), 16])
+    W: gl.constexpr = BV // 16
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, D, 16])
+    MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, C, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MT, 2)
+    LD: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     i_v = gl.program_id(0)
     i_h = gl.program_id(1)
     bos, T, c0, i_in, i_out = segment(rows)
     # a transition is the state that the identity becomes without values
     values = gl.load(rows + 6 * gl.program_id(2) + 5) == 0
     NT = (T + C - 1) // C
-    rv = ring(v, STAGES)
     rkh = ring(kh, STAGES)
+    rv = ring(v, STAGES)
     rtb = ring(tb, STAGES)
     rkt = ring(kt, STAGES)
-    operands = (kh, tb, kt)
-    rings = (rkh, rtb, rkt)
-    sS = gl.allocate_shared_memory(gl.bfloat16, [D, BV], v.layout)
+    sd = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if not MAP:
-        sR = gl.allocate_shared_memory(gl.bfloat16, [C, BV], v.layout)
+        sS = gl.allocate_shared_memory(gl.bfloat16, [D, BV], v.layout)
         sU = gl.allocate_shared_memory(gl.bfloat16, [C, BV], v.layout)
     column = i_h * V + i_v * BV
     for s in gl.static_range(STAGES):
         expect(v, rv, s, (s < NT) & values)
-        expect_all(operands, rings, s, s < NT)
+        expect_all((kh, tb, kt), (rkh, rtb, rkt), s, s < NT)
     for s in gl.static_range(STAGES):
         fetch(v, bos + s * C, column, rv, s, (s < NT) & values)
-        fetch_all(operands, rings, (c0 + s) * H + i_h, s, s < NT)
-    pS, dS = state_places(i_h, i_v, D, V, BV, MS)
-    S = gl.zeros([D, BV], gl.float32, MS)
+        fetch_all((kh, tb, kt), (rkh, rtb, rkt), (c0 + s) * H + i_h, s, s < NT)
+    pS, dS = state_places(i_h, i_v, D, V, BV, MS, 1)
+    S = gl.zeros([BV, D], gl.float32, MS)
     if HAS_H0:
-        S = state_in(h0, i_in, pS, dS, H, D, V)
+        S = state_in(h0, i_in, pS, dS, H, D, V, 1)
     if MAP:
-        one = gl.expand_dims(dS, 1) == gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(0, MS)) + i_v * BV, 0)
+        one = gl.expand_dims(gl.arange(0, BV, gl.SliceLayout(1, MS)) + i_v * BV, 1) == gl.expand_dims(dS, 0)
         S = gl.where(one & (not values), 1.0, S)
-    sS.store(S.to(gl.bfloat16))
-    zero = gl.zeros([C, BV], gl.float32, MT)
-    rT = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, MT)), 1)
-    d_next = gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.0)
+    zero = gl.zeros([BV, C], gl.float32, MT)
+    rT = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MT)), 0)
+    d = gl.arange(0, D, LD)
+    sd.store(gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + d, mask=d < NT * D, other=0.0))
+    gl.thread_barrier()
     for i in range(NT):
         left = T - i * C
         b = (c0 + i) * H + i_h
-        d_now = d_next
-        d_next = gl.load(dec + (b + H).to(gl.int64) * D + dS, mask=dS < (NT - 1 - i) * D, other=0.0)
-        fence_async_shared()
-        gl.thread_barrier()
-        R = warpgroup_mma(arrived(rkh, i, STAGES), sS, zero, use_acc=False, is_async=True)
+        d_next = gl.load(dec + (b + H).to(gl.int64) * D + d, mask=d < (NT - 1 - i) * D, other=0.0)
+        h = bf16(S)
+        a = gl.convert_layout(h, DOT, assert_trivial=True)
+        R = warpgroup_mma(a, turned(arrived(rkh, i, STAGES)), zero, use_acc=False, is_async=True)
         if not MAP:
-            tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
-        # without stores of its own a map works in the slot of v: two programs fit a processor
-        sv = arrived(rv, i, STAGES, values)
-        x = sv.load(MT).to(gl.float32)
-        if MAP:
-            x = gl.where(rT < gl.where(values, left, 0), x, 0.0)
-        R = warpgroup_mma_wait(0, deps=[R])
-        room = sv if MAP else sR
-        room.store(gl.where(rT < left, x - R, 0.0).to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        U = warpgroup_mma(arrived(rtb, i, STAGES), room, zero, use_acc=False, is_async=True)
-        U = warpgroup_mma_wait(0, deps=[U])
-        if MAP:
-            gl.thread_barrier()
-        corrected = sv if MAP else sU
-        update = arrived(rkt, i, STAGES).permute((1, 0))
-        corrected.store(U.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
+            turned(sS).store(h)
+            fence_async_shared()
+        x = wide(turned(arrived(rv, i, STAGES, values)).load(MT))
+        x = gl.where(rT < gl.where(values, left, 0), x, 0.0)
+        S = S * factors(sd, MS)
+        R, a = warpgroup_mma_wait(0, deps=[R, a])
+        a = gl.convert_layout(bf16(x - R), DOT, assert_trivial=True)
+        U = warpgroup_mma(a, turned(arrived(rtb, i, STAGES)), zero, use_acc=False, is_async=True)
+        update = arrived(rkt, i, STAGES)
+        U, a = warpgroup_mma_wait(0, deps=[U, a])
+        u = bf16(U)
+        a = gl.convert_layout(u, DOT, assert_trivial=True)
+        S = warpgroup_mma(a, update, S, is_async=True)
         if not MAP:
-            tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
-        S = warpgroup_mma(update, corrected, S * gl.expand_dims(d_now, 1), is_async=True)
+            turned(sU).store(u)
+            fence_async_shared()
         go = i + STAGES < NT
         expect(v, rv, i % STAGES, go & values)
-        expect_all(operands, rings, i % STAGES, go)
-        S = warpgroup_mma_wait(0, deps=[S])
+        expect_all((kh, tb), (rkh, rtb), i % STAGES, go)
+        gl.thread_barrier()
+        sd.store(d_next)
+        if not MAP:
+            tma.async_copy_shared_to_global(hs, [b * D, i_v * BV], sS)
+            tma.async_copy_shared_to_global(us, [b * C, i_v * BV], sU)
+        fetch(v, bos + (i + STAGES) * C, column, rv, i % STAGES, go & values)
+        fetch_all((kh, tb), (rkh, rtb), b + STAGES * H, i % STAGES, go)
+        S, a = warpgroup_mma_wait(0, deps=[S, a])
+        expect(kt, rkt, i % STAGES, go)
         if not MAP:
             tma.store_wait(0)
         gl.thread_barrier()
-        fetch(v, bos + (i + STAGES) * C, column, rv, i % STAGES, go & values)
-        fetch_all(operands, rings, b + STAGES * H, i % STAGES, go)
-        sS.store(S.to(gl.bfloat16))
+        fetch(kt, (b + STAGES * H) * C, 0, rkt, i % STAGES, go)
     if MAP:
         gl.store(ht + i_out.to(gl.int64) * (H * D * V) + pS, S)
-    dismiss(rings, STAGES)
-    dismiss((rv,), STAGES)
+    dismiss((rkh, rv, rtb, rkt), STAGES)
 
 
 @gluon.jit
@@ -192,10 +194,10 @@ def kda_bchain(
     for s in gl.static_range(STAGES):
         fetch(do, bos + (NT - 1 - s) * C, column, rdo, s, s < NT)
         fetch_all(operands, rings, (c0 + NT - 1 - s) * H + i_h, s, s < NT)
-    pS, dS = state_places(i_h, i_v, D, V, BV, MS)
+    pS, dS = state_places(i_h, i_v, D, V, BV, MS, 0)
     S = gl.zeros([D, BV], gl.float32, MS)
     if HAS_DHT:
-        S = state_in(dht, i_in, pS, dS, H, D, V)
+        S = state_in(dht, i_in, pS, dS, H, D, V, 0)
     sS.store(S.to(gl.bfloat16))
     zero = gl.zeros([C, BV], gl.float32, MT)
     rT = gl.arange(0, C, gl.SliceLayout(1, MT))
@@ -251,6 +253,6 @@ def kda_bchain(
         fetch_all(operands, rings, b - STAGES * H, ii % STAGES, go)
         sS.store(S.to(gl.bfloat16))
     if STORE_DH0:
-        state_out(dh0, i_out, pS, dS, S, H, D, V)
+        state_out(dh0, i_out, pS, dS, S, H, D, V, 0)
     dismiss(rings, STAGES)
     dismiss((rdo,), STAGES)

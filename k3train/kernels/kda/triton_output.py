@@ -8,16 +8,17 @@ Imports triton: import it inside functions only.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from k3train.kernels.kda.triton_math import bf16, wide
 from k3train.kernels.kda.triton_ring import (
     arrived,
     dismiss,
     expect,
     expect_all,
+    factors,
     fetch,
     fetch_all,
     ring,
@@ -25,6 +26,7 @@ from k3train.kernels.kda.triton_ring import (
     state_in,
     state_out,
     state_places,
+    turned,
 )
 
 
@@ -48,11 +50,13 @@ def kda_output(
     HAS_H0: gl.constexpr,
     STORE_HT: gl.constexpr,
     STAGES: gl.constexpr,
-    W: gl.constexpr,
 ):
     C: gl.constexpr = 64
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
-    MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV // (W // 4), 16])
+    W: gl.constexpr = BV // 16
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, D, 16])
+    MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, C, 16])
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MT, 2)
+    LD: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BV, BV // 8], [W, 1], [1, 0])
     i_v = gl.program_id(0)
     i_h = gl.program_id(1)
@@ -66,9 +70,8 @@ def kda_output(
     rkt = ring(kt, STAGES)
     operands = (kh, qh, tb, aqk, kt)
     rings = (rkh, rqh, rtb, raq, rkt)
-    sS = gl.allocate_shared_memory(gl.bfloat16, [D, BV], v.layout)
-    sR = gl.allocate_shared_memory(gl.bfloat16, [C, BV], v.layout)
-    sU = gl.allocate_shared_memory(gl.bfloat16, [C, BV], v.layout)
+    sd = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sO = gl.allocate_shared_memory(gl.bfloat16, [C, BV], v.layout)
     column = i_h * V + i_v * BV
     for s in gl.static_range(STAGES):
         expect(v, rv, s, s < NT)
@@ -76,52 +79,52 @@ def kda_output(
     for s in gl.static_range(STAGES):
         fetch(v, bos + s * C, column, rv, s, s < NT)
         fetch_all(operands, rings, (c0 + s) * H + i_h, s, s < NT)
-    pS, dS = state_places(i_h, i_v, D, V, BV, MS)
-    S = gl.zeros([D, BV], gl.float32, MS)
+    pS, dS = state_places(i_h, i_v, D, V, BV, MS, 1)
+    S = gl.zeros([BV, D], gl.float32, MS)
     if HAS_H0:
-        S = state_in(h0, i_in, pS, dS, H, D, V)
-    sS.store(S.to(gl.bfloat16))
-    zero = gl.zeros([C, BV], gl.float32, MT)
-    rT = gl.arange(0, C, gl.SliceLayout(1, MT))
+        S = state_in(h0, i_in, pS, dS, H, D, V, 1)
+    zero = gl.zeros([BV, C], gl.float32, MT)
+    rT = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MT)), 0)
     rO = gl.arange(0, C, gl.SliceLayout(1, LO))
     vO = gl.arange(0, BV, gl.SliceLayout(0, LO))
     pO = (bos.to(gl.int64) * H + i_h) * V + i_v * BV + gl.expand_dims(rO * (H * V), 1) + gl.expand_dims(vO, 0)
-    d_next = gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + dS, mask=dS < NT * D, other=0.0)
+    d = gl.arange(0, D, LD)
+    sd.store(gl.load(dec + (c0 * H + i_h).to(gl.int64) * D + d, mask=d < NT * D, other=0.0))
+    gl.thread_barrier()
     for i in range(NT):
         left = T - i * C
         b = (c0 + i) * H + i_h
-        d_now = d_next
-        d_next = gl.load(dec + (b + H).to(gl.int64) * D + dS, mask=dS < (NT - 1 - i) * D, other=0.0)
-        fence_async_shared()
-        gl.thread_barrier()
-        R = warpgroup_mma(arrived(rkh, i, STAGES), sS, zero, use_acc=False, is_async=True)
-        O = warpgroup_mma(arrived(rqh, i, STAGES), sS, zero, use_acc=False, is_async=True)
-        x = arrived(rv, i, STAGES).load(MT).to(gl.float32)
+        d_next = gl.load(dec + (b + H).to(gl.int64) * D + d, mask=d < (NT - 1 - i) * D, other=0.0)
+        a = gl.convert_layout(bf16(S), DOT, assert_trivial=True)
+        R = warpgroup_mma(a, turned(arrived(rkh, i, STAGES)), zero, use_acc=False, is_async=True)
+        O = warpgroup_mma(a, turned(arrived(rqh, i, STAGES)), zero, use_acc=False, is_async=True)
+        x = gl.where(rT < left, wide(turned(arrived(rv, i, STAGES)).load(MT)), 0.0)
+        S = S * factors(sd, MS)
+        inverse = turned(arrived(rtb, i, STAGES))
         R = warpgroup_mma_wait(1, deps=[R])
-        sR.store(gl.where(gl.expand_dims(rT < left, 1), x - R, 0.0).to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        U = warpgroup_mma(arrived(rtb, i, STAGES), sR, zero, use_acc=False, is_async=True)
-        U, O = warpgroup_mma_wait(0, deps=[U, O])
-        sU.store(U.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        O = warpgroup_mma(arrived(raq, i, STAGES), sU, O, is_async=True)
-        update = arrived(rkt, i, STAGES).permute((1, 0))
-        S = warpgroup_mma(update, sU, S * gl.expand_dims(d_now, 1), is_async=True)
-        O = warpgroup_mma_wait(1, deps=[O])
-        sR.store(O.to(gl.bfloat16))
-        gl.thread_barrier()
-        gl.store(o + pO + i.to(gl.int64) * (C * H * V), sR.load(LO), mask=gl.expand_dims(rO < left, 1))
+        r = gl.convert_layout(bf16(x - R), DOT, assert_trivial=True)
+        U = warpgroup_mma(r, inverse, zero, use_acc=False, is_async=True)
+        scores = turned(arrived(raq, i, STAGES))
+        update = arrived(rkt, i, STAGES)
+        U, O, a, r = warpgroup_mma_wait(0, deps=[U, O, a, r])
+        a = gl.convert_layout(bf16(U), DOT, assert_trivial=True)
+        O = warpgroup_mma(a, scores, O, is_async=True)
+        S = warpgroup_mma(a, update, S, is_async=True)
         go = i + STAGES < NT
         expect(v, rv, i % STAGES, go)
-        expect_all(operands, rings, i % STAGES, go)
-        S = warpgroup_mma_wait(0, deps=[S])
+        expect_all(operands[:3], rings[:3], i % STAGES, go)
+        O = warpgroup_mma_wait(1, deps=[O])
+        turned(sO).store(bf16(O))
         gl.thread_barrier()
+        sd.store(d_next)
         fetch(v, bos + (i + STAGES) * C, column, rv, i % STAGES, go)
-        fetch_all(operands, rings, b + STAGES * H, i % STAGES, go)
-        sS.store(S.to(gl.bfloat16))
+        fetch_all(operands[:3], rings[:3], b + STAGES * H, i % STAGES, go)
+        gl.store(o + pO + i.to(gl.int64) * (C * H * V), sO.load(LO), mask=gl.expand_dims(rO < left, 1))
+        S, a = warpgroup_mma_wait(0, deps=[S, a])
+        expect_all(operands[3:], rings[3:], i % STAGES, go)
+        gl.thread_barrier()
+        fetch_all(operands[3:], rings[3:], b + STAGES * H, i % STAGES, go)
     if STORE_HT:
-        state_out(ht, i_out, pS, dS, S, H, D, V)
+        state_out(ht, i_out, pS, dS, S, H, D, V, 1)
     dismiss(rings, STAGES)
     dismiss((rv,), STAGES)

@@ -26,6 +26,7 @@ from k3train.kernels.kda.triton_math import (
     log2_gates,
     product,
     store_triangle,
+    wide,
 )
 from k3train.kernels.kda.triton_ring import arrived, dismiss, expect_all, fetch, ring
 
@@ -45,7 +46,7 @@ def stage(s, first: gl.constexpr, x):
 @gluon.jit
 def inverse_norms(s, LN: gl.constexpr):
     """1 / |row| of 64 rows."""
-    x = s.load(LN).to(gl.float32)
+    x = wide(s.load(LN))
     return gl.rsqrt(gl.sum(x * x, 1) + 1e-6)
 
 
@@ -157,8 +158,12 @@ def kda_prep(
         gl.store(prs + C + rn, rk)
         sr.slice(0, C).store(rq)
         sr.slice(C, C).store(rk)
-    ga0, e0 = log2_gates(channels(sz, 0, MMA), tok < left, a, b_bias, lb, DOT)
-    ga1, e1 = log2_gates(channels(sz, 1, MMA), tok + 32 < left, a, b_bias, lb, DOT)
+    z0 = channels(sz, 0, MMA)
+    m0 = tok < left
+    ga0, e0 = log2_gates(wide(z0), m0, a, b_bias, lb, DOT)
+    z1 = channels(sz, 1, MMA)
+    m1 = tok + 32 < left
+    ga1, e1 = log2_gates(wide(z1), m1, a, b_bias, lb, DOT)
     to_end0 = gl.expand_dims(ex2(e0 + shift), 1)
     to_end1 = gl.expand_dims(ex2(e1 + shift), 1)
     if SCORES:
@@ -173,8 +178,8 @@ def kda_prep(
     xk1 = channels(sk, 1, MMA)
     xq1 = channels(sq, 1, MMA)
     # block 0
-    K = channels(sk, 0, MMA).to(gl.float32) * gl.expand_dims(rk0, 0)
-    Q = channels(sq, 0, MMA).to(gl.float32) * gl.expand_dims(rq0, 0)
+    K = wide(channels(sk, 0, MMA)) * gl.expand_dims(rk0, 0)
+    Q = wide(channels(sq, 0, MMA)) * gl.expand_dims(rq0, 0)
     A = product(ga0, tri, zero, False) + shift
     x = ex2(A)
     Q = Q * x
@@ -187,8 +192,8 @@ def kda_prep(
     stage(sq, 0, Q * down)
     stage(sk, 0, yo * e1)
     # block 1, whose pairs with block 0 share its left operand
-    K = xk1.to(gl.float32) * gl.expand_dims(rk1, 0)
-    Q = xq1.to(gl.float32) * gl.expand_dims(rq1, 0)
+    K = wide(xk1) * gl.expand_dims(rk1, 0)
+    Q = wide(xq1) * gl.expand_dims(rq1, 0)
     A = product(ga1, tri, zero, False) + shift
     if SCORES:
         s0 = warpgroup_mma_wait(0, deps=[s0])

@@ -24,25 +24,38 @@ def segment(rows):
 
 
 @gluon.jit
-def state_places(i_h, i_v, D: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, MS: gl.constexpr):
-    """Offsets [D, BV] in one slot of states, and the key channels [D]."""
-    d = gl.arange(0, D, gl.SliceLayout(1, MS))
-    v = gl.arange(0, BV, gl.SliceLayout(0, MS))
-    return i_h.to(gl.int64) * (D * V) + i_v * BV + gl.expand_dims(d * V, 1) + gl.expand_dims(v, 0), d
+def state_places(
+    i_h, i_v, D: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, MS: gl.constexpr, KEYS: gl.constexpr
+):
+    """Offsets in one slot of a state whose axis ``KEYS`` are key channels here, and the key channels [D]."""
+    rows = gl.arange(0, D if KEYS == 0 else BV, gl.SliceLayout(1, MS))
+    columns = gl.arange(0, BV if KEYS == 0 else D, gl.SliceLayout(0, MS))
+    start = i_h.to(gl.int64) * (D * V) + i_v * BV
+    if KEYS == 0:
+        return start + gl.expand_dims(rows * V, 1) + gl.expand_dims(columns, 0), rows
+    return start + gl.expand_dims(rows, 1) + gl.expand_dims(columns * V, 0), columns
 
 
 @gluon.jit
-def state_in(states, slot, places, d, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr):
-    """The state [D, BV] in ``slot``, zero if that is negative."""
-    known = gl.expand_dims(d < D * (slot + 1), 1)
+def state_in(states, slot, places, d, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr):
+    """The state in ``slot``, zero if that is negative."""
+    known = gl.expand_dims(d < D * (slot + 1), 1 - KEYS)
     return gl.load(states + slot.to(gl.int64) * (H * D * V) + places, mask=known, other=0.0)
 
 
 @gluon.jit
-def state_out(states, slot, places, d, S, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr):
+def state_out(
+    states, slot, places, d, S, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr
+):
     """Store a state in ``slot``, nowhere if that is negative."""
-    known = gl.expand_dims(d < D * (slot + 1), 1)
+    known = gl.expand_dims(d < D * (slot + 1), 1 - KEYS)
     gl.store(states + slot.to(gl.int64) * (H * D * V) + places, S, mask=known)
+
+
+@gluon.jit
+def factors(s, MS: gl.constexpr):
+    """A chunk's decay of the state [1, D]."""
+    return gl.expand_dims(s.load(gl.SliceLayout(0, MS)), 0)
 
 
 @gluon.jit
@@ -86,6 +99,12 @@ def fetch_all(operands, rings, tile, slot, go):
     """Start them; every one has 64 rows a chunk and head."""
     for n in gl.static_range(len(operands)):
         fetch(operands[n], tile * 64, 0, rings[n], slot, go)
+
+
+@gluon.jit
+def turned(x):
+    """The transposed matrix."""
+    return x.permute((1, 0))
 
 
 @gluon.jit

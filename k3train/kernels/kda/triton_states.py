@@ -16,6 +16,8 @@ from k3train.kernels.kda.segments import CHUNK, Tables
 
 SCAN_VALUES = 32
 """Value channels of a scan's program."""
+STAGES = {("states", 128): 3, ("states", 64): 3, ("maps", 128): 4, ("maps", 64): 2}
+"""Chunks of operands in shared memory, by kind of chain and value channels of a program."""
 
 
 @lru_cache
@@ -66,19 +68,19 @@ def chain(
     rows = table.rows["maps" if kind == "maps" else "main"]
     h, d = v.shape[1:]
     block = table.blocks[kind]
-    warps = 8 if block == 128 else 4
     grid = (d // block, h, len(rows))
-    shapes = {"H": h, "D": d, "V": d, "BV": block, "STAGES": 2, "W": warps, "num_warps": warps}
+    shapes = {"H": h, "D": d, "V": d, "BV": block, "num_warps": block // 16}
     shapes["HAS_H0"] = entering is not None
     values, operands = descriptor(v.view(-1, h * d), CHUNK, block), _operands(x)
     if kind == "output":
         states = (x["dec"], o, entering, leaving, rows)
-        launch(kda_output, grid, values, *operands, *states, STORE_HT=leaving is not None, **shapes)
+        launch(kda_output, grid, values, *operands, *states, STORE_HT=leaving is not None, STAGES=2, **shapes)
         return
     kh, kt, _, tb, _ = operands
     stores = [None if y is None else descriptor(y, r, block) for y, r in ((hs, d), (us, CHUNK))]
     states = (*stores, x["dec"], entering, leaving, rows)
-    launch(kda_states, grid, values, kh, kt, tb, *states, MAP=kind == "maps", **shapes)
+    shapes |= {"MAP": kind == "maps", "STAGES": STAGES[kind, block]}
+    launch(kda_states, grid, values, kh, kt, tb, *states, **shapes)
 
 
 def chain_back(
