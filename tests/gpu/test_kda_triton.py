@@ -47,7 +47,7 @@ def test_stages(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = stages.run(*wide, run.BOUND, s0[0].double(), ds[0].double(), stages.bf16)
     call = kda._Call((0, t), h, kda.Ends(enters="all"), None, run.BOUND, do.device)
     tiles = kda._operands(inputs, call)
-    got = {name: tiles[name].transpose(0, 1) for name in kda.OPERANDS if name != "rs"}
+    got = {name: tiles[name].transpose(0, 1) for name in kda.KEPT["operands"] if name != "rs"}
     o, final = kda._Kda.apply(*inputs, s0, call, True)
     inner = kda._input_gradients
 
@@ -56,7 +56,7 @@ def test_stages(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return inner(inputs, o, do, us, dv, hs, dhs, rs, call)
 
     monkeypatch.setattr(kda, "_input_gradients", spy)
-    grads = kda._backward(inputs, s0, o, (s0, None, None), None, do, ds.contiguous(), call)
+    grads = kda._backward(inputs, s0, o, (s0, None, None), {}, do, ds.contiguous(), call)
     got |= dict(zip((*run.NAMES, "dinitial"), grads, strict=True), o=o, final=final)
     got |= {name: got[name][0] for name in ("final", "dinitial")}
     errors = {name: run.relative(y, want[name]) for name, y in got.items()}
