@@ -1,8 +1,9 @@
-"""Work that has a GPU stream of its own, beside the collectives that the caller starts next."""
+"""Work that has a GPU stream of its own, beside what the caller starts next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -29,6 +30,28 @@ def beside(function: Callable[[Tensor], Tensor], x: Tensor, *, on: bool) -> Call
         return out
 
     return result
+
+
+@contextmanager
+def launched_beside(launch: Callable[[], None], device: torch.device, *, on: bool) -> Iterator[None]:
+    """Run ``launch()`` first; ``on``: on another CUDA stream, which the current one joins at the end.
+
+    For kernels that autograd knows nothing of. ``launch`` allocates nothing: what its kernels read and write
+    comes from the current stream, and is held until the end, after which it may be given back as ever.
+    Streams are joined when the body raises, too.
+    """
+    if not on or device.type != "cuda":
+        launch()
+        yield
+        return
+    here, other = torch.cuda.current_stream(device), _stream(device)
+    other.wait_stream(here)
+    try:
+        with torch.cuda.stream(other):
+            launch()
+        yield
+    finally:
+        here.wait_stream(other)
 
 
 @cache

@@ -175,6 +175,30 @@ def test_gradients_of_the_states(t: int, longest: int) -> None:
         assert run.relative(a, b) < (4e-2 if name == "dA_log" else 2e-2), name
 
 
+@pytest.mark.parametrize("longest", [4, 1 << 20])
+def test_a_graph_of_both_passes_repeats_them(longest: int) -> None:
+    """Cut into segments, the states run on a stream of their own, which joins within the graph."""
+    x = run.make(1, 1024, 16, "mixed")
+    do = torch.randn_like(x[2])
+    with run.cut_into(longest):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                want = run.gradients(run.ours, x, do)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run.gradients(run.ours, x, do)
+    for y in (got[0], *got[2]):
+        y.detach().zero_()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(a, b) for a, b in zip(got[2], want[2], strict=True))
+
+
 MILLION = 1_048_576
 
 

@@ -11,13 +11,14 @@ their gradients are bf16; states are fp32. Where documents are cut into segments
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from k3train.kernels.beside import launched_beside
 from k3train.kernels.hopper import is_hopper
 from k3train.kernels.kda.chunked import StateExchange
 from k3train.kernels.kda.segments import CHUNK, Ends, Tables, longest_segment, tables, upload
@@ -209,20 +210,24 @@ class _Kda(torch.autograd.Function):
         return (*_backward(inputs, initial, o, saved[:3], x, do, dfinal, ctx.call), None, None)
 
 
-def _backward(inputs, initial, o, states, x, do, dfinal, call):
+def _backward(inputs, initial, o, between, x, do, dfinal, call):
     q, _, v, *_ = inputs
-    entering, transitions, whole = states
+    entering, transitions, whole = between
     n, (h, d) = call.num_chunks, q.shape[1:]
     x = x if "qh" in x else _operands(inputs, call, x or None)
     table = call.tables(backward=True, has_gradient=dfinal is not None)
     hs, dhs = q.new_empty(n, h, d, d), q.new_empty(n, h, d, d)
     us, dv = q.new_empty(n, h, CHUNK, d), torch.empty_like(v)
-    chain(x, v, call.tables(backward=False), "states", entering, None, hs=hs, us=us)
-    leaving = gradients_leaving(x, do, dfinal, transitions, whole, table, call.exchange, call.shared)
     dinitial = torch.empty_like(initial) if initial is not None else None
-    chain_back(x, do, table, "back", leaving, dinitial, dhs=dhs, dv=dv)
+    forward = call.tables(backward=False)
+    # maps leave processors idle at their end; whole documents gain nothing, and an exchange waits for ranks
+    idle = bool(table.plan.maps) and call.exchange is None
+    states = partial(chain, x, v, forward, "states", entering, None, hs=hs, us=us)
+    with launched_beside(states, call.device, on=idle):
+        leaving = gradients_leaving(x, do, dfinal, transitions, whole, table, call.exchange, call.shared)
+        chain_back(x, do, table, "back", leaving, dinitial, dhs=dhs, dv=dv)
     rs = x["rs"]
-    del x
+    del x, states
     dq, dk, dz, dbeta, dA, dbias = _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call)
     return dq, dk, dv, dz, dbeta, dA, dbias, dinitial
 
