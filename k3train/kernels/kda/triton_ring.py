@@ -32,8 +32,12 @@ def state_places(
     columns = gl.arange(0, BV if KEYS == 0 else D, gl.SliceLayout(0, MS))
     start = i_h.to(gl.int64) * (D * V) + i_v * BV
     if KEYS == 0:
-        return start + gl.expand_dims(rows * V, 1) + gl.expand_dims(columns, 0), rows
-    return start + gl.expand_dims(rows, 1) + gl.expand_dims(columns * V, 0), columns
+        d = rows
+        places = start + gl.expand_dims(rows * V, 1) + gl.expand_dims(columns, 0)
+    else:
+        d = columns
+        places = start + gl.expand_dims(rows, 1) + gl.expand_dims(columns * V, 0)
+    return places, d
 
 
 @gluon.jit
