@@ -1,7 +1,8 @@
 """Experts' products where the GPU has kernels for them. Import only where a GPU is: this imports Triton.
 
-Products are persistent kernels on Hopper (``triton_experts``), torch's grouped product elsewhere; weight
-gradients are added in fp32 by a Triton kernel. Legend: t rows sorted by expert, k inputs, n outputs.
+Products of narrow experts are persistent kernels on Hopper (``triton_experts``), all others torch's grouped
+product; weight gradients are added in fp32 by a Triton kernel. Legend: t rows sorted by expert, k inputs, n
+outputs.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false
@@ -24,6 +25,9 @@ from k3train.kernels.hopper import is_hopper
 
 _ROWS = 128
 """Rows of a tile, as in ``triton_experts``."""
+_WIDEST = 1024
+"""Widest side of an expert's matrix for which the Hopper kernel was faster than torch's; at 3584 x 3072
+torch's makes 538 TFLOP/s forward, the other 424."""
 
 
 class Groups(NamedTuple):
@@ -93,8 +97,15 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grad: Tensor, ends: Tensor)
     )  # fmt: skip
 
 
+def is_narrow(weight: Tensor) -> bool:
+    """Whether experts' matrices [experts, k, n] are as small as those that were faster so."""
+    return max(weight.shape[1:]) <= _WIDEST
+
+
 def _fits(rows: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the Hopper kernel takes such operands: one or two weights of one shape, and any row at all."""
+    """Whether the Hopper kernel takes such operands: one or two narrow weights of one shape, and any row."""
+    if not is_narrow(weights[0]):
+        return False
     known = rows.dtype is torch.bfloat16 and rows.shape[0] > 0 and len(weights) <= 2
     alike = weights[0].shape == weights[-1].shape and all(weight.is_contiguous() for weight in weights)
     return known and alike and rows.is_cuda and is_hopper(rows.device)[0]
