@@ -21,7 +21,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Milliseconds of single calls."""
+    """Milliseconds of single calls, and their memory."""
 
     ms: float
     """Median."""
@@ -30,6 +30,8 @@ class Timing:
     high: float
     """Third quartile."""
     repeats: int
+    peak_gib: float
+    """Most memory held, inputs included; on the CPU, by the process since its start."""
 
 
 def measure(call: Callable[[], Any], device: torch.device, *, seconds: float) -> Timing:
@@ -40,22 +42,23 @@ def measure(call: Callable[[], Any], device: torch.device, *, seconds: float) ->
         synchronize(device)
         once = time.perf_counter() - began
     repeats = max(LEAST, min(MOST, int(seconds / max(once, 1e-6))))
-    times = _on_gpu(call, repeats) if device.type == "cuda" else _on_cpu(call, repeats)
+    times, peak = (_on_gpu if device.type == "cuda" else _on_cpu)(call, repeats)
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Timing(ms=middle, low=low, high=high, repeats=repeats)
+    return Timing(ms=middle, low=low, high=high, repeats=repeats, peak_gib=peak / GIB)
 
 
-def _on_cpu(call: Callable[[], Any], repeats: int) -> list[float]:
+def _on_cpu(call: Callable[[], Any], repeats: int) -> tuple[list[float], int]:
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
         call()
         times.append(1e3 * (time.perf_counter() - began))
-    return times
+    return times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
+def _on_gpu(call: Callable[[], Any], repeats: int) -> tuple[list[float], int]:
     cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, stop in events:
         cold.zero_()
@@ -63,7 +66,8 @@ def _on_gpu(call: Callable[[], Any], repeats: int) -> list[float]:
         call()
         stop.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(stop) for start, stop in events]
+    peak = torch.cuda.max_memory_allocated() - COLD_BYTES
+    return [start.elapsed_time(stop) for start, stop in events], peak
 
 
 def synchronize(device: torch.device) -> None:
@@ -72,18 +76,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def forget_peak(device: torch.device) -> None:
-    """Start a new measurement of the most memory held."""
+def give_back(device: torch.device) -> None:
+    """Memory that nothing holds any more goes back to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_gib(device: torch.device) -> float:
-    """Most memory held since ``forget_peak``; on the CPU, by the process since its start."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

@@ -23,7 +23,7 @@ import torch
 from k3train.bench.machine import assembler, machine
 from k3train.bench.place import Cannot, Case, Place, prepare
 from k3train.bench.record import FAILED, MEASURED, NONE, Row
-from k3train.bench.timing import ceilings, forget_peak, measure, peak_gib
+from k3train.bench.timing import ceilings, give_back, measure
 from k3train.bench.work import Shape
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -114,7 +114,7 @@ def _compile(task: Task, make: Make, device: torch.device) -> None:
         except Exception as error:
             print(f"compiling {task.item} of {task.by}: {error!r}", file=sys.stderr)
         gc.collect()
-        forget_peak(device)
+        give_back(device)
 
 
 def measure_shape(
@@ -145,7 +145,7 @@ def measure_shape(
         print(f"{task.item} by {task.by}: {error!r}", file=sys.stderr)
     case = None
     gc.collect()
-    forget_peak(device)
+    give_back(device)
 
 
 Calls = list[tuple[str, Callable[[], Any], Callable[[], AbstractContextManager[Any]]]]
@@ -167,10 +167,10 @@ def _timed(
     device: torch.device,
     seconds: float,
 ) -> Row:
-    forget_peak(device)
+    give_back(device)
     with context:
         timing = measure(call, device, seconds=seconds)
-    return Row(**base, what=what, status=MEASURED, **asdict(timing), peak_gib=peak_gib(device))
+    return Row(**base, what=what, status=MEASURED, **asdict(timing))
 
 
 def in_words(error: Exception) -> str:
