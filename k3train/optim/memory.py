@@ -11,7 +11,7 @@ from rich.table import Table
 
 from k3train.config.merge import world_size
 from k3train.config.problems import ConfigError, ConfigProblem
-from k3train.config.schema import Offload, Optimizer, Precision, Recompute, Run
+from k3train.config.schema import Device, Offload, Optimizer, Precision, Recompute, Run
 from k3train.curriculum.stages import StagePlan, stage_table
 from k3train.optim.rules import Assignment, Rule, assignments
 from k3train.parallel.layout import Layout, chunk_layers, make_layout
@@ -71,7 +71,8 @@ def _ranks(run: Run, plan: StagePlan) -> list[Memory]:
     layout = make_layout(run.model, parallel, world_size(run))
     tokens = plan.stage.micro_batch_sequences * plan.stage.context_tokens
     passes = plan.sequences_per_step // (layout.dp * plan.stage.micro_batch_sequences)
-    activations = Activations(run.model, layout, recompute_plan(parallel), tokens)
+    graphs = bool(parallel.cuda_graphs) and run.device is not Device.cpu
+    activations = Activations(run.model, layout, recompute_plan(parallel), tokens, graphs)
     rules = assignments(run.model, run.optim)
     on_host = run.optim.offload is Offload.cpu
     return [rank_memory(activations, rules, passes, rank, on_host=on_host) for rank in range(layout.pp)]
@@ -118,7 +119,7 @@ def rank_memory(
             "parameters": parameters,
             "gradients": gradients,
             "optimizer state": 0 if on_host else state,
-            "activations": sum(kept) * waiting // layout.vp,
+            "activations": sum(kept) * waiting // layout.vp + activations.recorded(),
             "work space": activations.working(pp_rank),
         },
         host=host + inputs * waiting // layout.vp,

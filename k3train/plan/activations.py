@@ -63,6 +63,8 @@ class Activations:
     recompute: RecomputePlan
     buffer_tokens: int
     """Tokens of a micro-batch, over all ranks."""
+    cuda_graphs: bool = False
+    """Whether layers are replayed as CUDA graphs where that can be."""
 
     @property
     def width(self) -> int:
@@ -119,6 +121,19 @@ class Activations:
             prefixes = sum(policy is not Recompute.full for policy in policies)
         kept = sum(part.under(p) for part, p in zip(self.sublayers(layer), policies, strict=True))
         return kept + prefixes * self.hidden
+
+    def recorded(self) -> int:
+        """Bytes that CUDA graphs keep beside the values of a pass: what each gives as gradients, of the
+        sources twice a layer, of attention's result and of its gate; and a place for that result."""
+        layout = self.layout
+        if not self.cuda_graphs or max(layout.tp, layout.cp, layout.pp, layout.ep, layout.etp) > 1:
+            return 0
+        places = 0
+        for layer in range(self.model.num_layers):
+            if self.recompute.of_layer(self.model, layer) == (Recompute.none, Recompute.none):
+                width = self.model.mla.v_head_dim if is_mla(self.model, layer) else self.model.kda.head_dim
+                places += 2 * self.sources(layer) + 3 * self.own * self.model.num_heads * width * self.width
+        return places
 
     def sublayers(self, layer: int) -> tuple[Kept, Kept]:
         """Attention and feed-forward of one decoder layer."""
