@@ -57,10 +57,13 @@ class _FusedGroupedMm(torch.autograd.Function):
         groups = triton_grouped.Groups(ends, tiles, total)
         rows.new_zeros(1)  # autograd's threads begin without a CUDA context, which tensor maps need
         even = [grad if _is_even(grad) else grad.contiguous() for grad in grads]
-        back, grad_weights = triton_grouped.multiply_back(even, weights, groups), []
-        for weight, grad in zip(weights, even, strict=True):
+        back = triton_grouped.multiply_back(even, weights, groups) if ctx.needs_input_grad[0] else None
+        grad_weights: list[Tensor | None] = []
+        for weight, grad, needed in zip(weights, even, ctx.needs_input_grad[4:], strict=True):
             total = main_grad(weight)
-            if total is None:
+            if not needed:
+                grad_weights.append(None)
+            elif total is None:
                 grad_weights.append(F.grouped_mm(rows.t(), grad.contiguous(), offs=groups.ends))
             else:
                 triton_grouped.add_weight_gradient(total, rows, grad, groups.ends)
@@ -85,13 +88,17 @@ class _GroupedMm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         grad_rows, total = torch.empty_like(rows), main_grad(weight)
+        trained = ctx.needs_input_grad[1]
         sums = torch.zeros_like(weight) if total is None else total
         for expert, start, stop in _groups(ctx.counts):
             torch.mm(grad[start:stop], weight[expert].t(), out=grad_rows[start:stop])
-            add_product(sums[expert], rows[start:stop].t(), grad[start:stop])
+            if trained:
+                add_product(sums[expert], rows[start:stop].t(), grad[start:stop])
+        if not trained:
+            return grad_rows, None, None
         return grad_rows, sums if total is None else added(weight), None
 
 

@@ -92,27 +92,28 @@ class _Linears(Function):
         rows = products.kept(x.reshape(-1, x.shape[-1])) if any(needs[1:]) else None
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x, grad_weights = None, [None] * len(weights)
-        for run in _pieces(weights, flat):
+        for run in _pieces(weights, flat, needs[1:]):
             grad, weight = joined([flat[i] for i in run], -1), joined([weights[i] for i in run], 0)
             assert grad is not None
             assert weight is not None
             grad = products.gradient(grad)
             if needs[0]:
                 grad_x = products.input_gradient(grad, weight, grad_x)
-            if all(needs[1 + i] for i in run):
+            if needs[1 + run[0]]:
                 found = products.weight_gradients([weights[i] for i in run], grad, rows)
                 for i, each in zip(run, found, strict=True):
                     grad_weights[i] = each  # pyright: ignore
         return None if grad_x is None else grad_x.view(x.shape), None, *grad_weights
 
 
-def _pieces(weights: list[Tensor], grads: list[Tensor]) -> list[list[int]]:
-    """Runs of weights, cut where the gradients of their outputs do not lie side by side."""
+def _pieces(weights: list[Tensor], grads: list[Tensor], trained: Sequence[bool]) -> list[list[int]]:
+    """Runs of weights, cut where the gradients of their outputs do not lie side by side, and between weights
+    that are ``trained`` and others."""
     pieces: list[list[int]] = []
     for run in runs(weights, 0):
         pieces.append([run[0]])
         for before, i in pairwise(run):
-            if joined([grads[before], grads[i]], -1) is None:
+            if trained[before] != trained[i] or joined([grads[before], grads[i]], -1) is None:
                 pieces.append([i])
             else:
                 pieces[-1].append(i)

@@ -28,7 +28,7 @@ def _add_up(partial, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constex
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
+        row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         total += tl.load(partial + row * columns + column, mask=(row < rows) & (column < columns), other=0.0)
     total = tl.sum(total, 0)[None, :]
     tl.store(out + column, total, mask=column < columns)

@@ -49,7 +49,8 @@ def test_tokens_times_channels_are_64_bits_wide(product: ast.BinOp) -> None:
 PROGRAM = """
 import torch
 from triton.runtime import interpreter
-from k3train.kernels import triton_conv, triton_gated_norm, triton_mix, triton_rms_norm, triton_situ
+from k3train.kernels import triton_conv, triton_gated_norm, triton_mix, triton_partial, triton_rms_norm
+from k3train.kernels import triton_situ
 
 
 def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
@@ -99,6 +100,9 @@ taps, position = torch.randn(32, 4), torch.arange(3)
 same(lambda a, b: [triton_conv.forward((a[None], b[None]), taps, position)], far(), far())
 grads = (out[None], out[None])
 same(lambda a, b: triton_conv.backward(grads, (a[None], b[None]), taps, position), far(), far())
+partial, total = far(), torch.empty(16)  # the first columns of long rows
+triton_partial._add_up[(1,)](partial, total, 3, STEP, ROWS=256, COLUMNS=16)
+torch.testing.assert_close(total, partial.float().sum(0))
 print("same")
 """
 
