@@ -40,7 +40,7 @@ from k3train.kernels.packing import Packing, make_packing
 from k3train.kernels.recompute import make_again, sum_again
 from k3train.kernels.short_conv import short_conv_parts
 from k3train.model.config import fp8_recipe, part_settings
-from k3train.model.projections import ColumnLinear, RowLinear
+from k3train.model.projections import ColumnLinear, RowLinear, weight_for
 from k3train.plan.recompute import head_slices
 
 _HEAD_SHARDED = ("A_log", "dt_bias", "q_conv", "k_conv", "v_conv")
@@ -223,7 +223,8 @@ class KdaAttention(MegatronModule):
         def projected(o: Tensor) -> Tensor:
             if heads is None:
                 return self.o_proj(o)[0]
-            return linear(o, own(self.o_proj.weight, self.settings.head_dim, 1), fp8_recipe(self.config))
+            weight = own(weight_for(o, self.o_proj), self.settings.head_dim, 1)
+            return linear(o, weight, fp8_recipe(self.config))
 
         o = make_again(
             partial(self._mix, own, packing),
@@ -237,12 +238,13 @@ class KdaAttention(MegatronModule):
     def _project(self, own: Callable[..., Any], x: Tensor) -> list[Tensor]:
         """q, k, v, gate, beta and the narrow decay: each [b, s, channels]."""
         width = self.settings.head_dim
-        inputs = [own(m.weight, width) for m in (self.q_proj, self.k_proj, self.v_proj, self.g_proj)]
-        inputs += [own(self.b_proj.weight, 1), self.f_a.weight]
+        wide = (self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        inputs = [own(weight_for(x, module), width) for module in wide]
+        inputs += [own(weight_for(x, self.b_proj), 1), weight_for(x, self.f_a)]
         # beta and the decay steer a state over thousands of tokens, and cost next to nothing: never in FP8
         made = linears(x, inputs, fp8_recipe(self.config), exact=2)
-        *wide, beta, decay = (y.transpose(0, 1) for y in made)
-        return [*wide, beta.contiguous(), decay]
+        *qkv_gate, beta, decay = (y.transpose(0, 1) for y in made)
+        return [*qkv_gate, beta.contiguous(), decay]
 
     def _mix(
         self, own: Callable[..., Any], packing: Packing | None, *qkv_decay: Tensor
@@ -251,7 +253,8 @@ class KdaAttention(MegatronModule):
         width, (*qkv, decay) = self.settings.head_dim, qkv_decay
         taps = torch.cat([own(taps, width) for taps in (self.q_conv, self.k_conv, self.v_conv)])
         mixed = short_conv_parts(tuple(qkv), taps, packing, self.cp)
-        return *(self._by_head(x) for x in mixed), self._by_head(linear(decay, own(self.f_b.weight, width)))
+        decay = linear(decay, own(weight_for(decay, self.f_b), width))
+        return *(self._by_head(x) for x in mixed), self._by_head(decay)
 
     def _recur(self, own: Callable[..., Any], packing: Packing | None, *operands: Tensor) -> Tensor:
         q, k, v, z, beta = operands

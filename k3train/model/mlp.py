@@ -18,7 +18,7 @@ from k3train.kernels.linear import linears
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
 from k3train.model.config import fp8_recipe, part_settings
-from k3train.model.projections import ColumnLinear, RowLinear
+from k3train.model.projections import ColumnLinear, RowLinear, weight_for
 
 
 class SituMlp(MegatronModule):
@@ -85,15 +85,13 @@ class SituMlp(MegatronModule):
             return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
 
-    def inputs(self) -> list[Tensor]:
-        """What multiplies the input, for a caller who has other products of it: ``feed`` takes the results.
+    def inputs(self, hidden: Tensor) -> list[Tensor]:
+        """What multiplies ``hidden``, for a caller who has other products of it: ``feed`` takes the results.
         Only where a pass is repeatable."""
-        assert self.gate_proj.weight is not None
-        assert self.up_proj.weight is not None
-        return [self.gate_proj.weight, self.up_proj.weight]
+        return [weight_for(hidden, module) for module in (self.gate_proj, self.up_proj)]
 
     def _feed(self, hidden: Tensor) -> Tensor:
-        return self.feed(*linears(hidden, self.inputs(), fp8_recipe(self.config)))
+        return self.feed(*linears(hidden, self.inputs(hidden), fp8_recipe(self.config)))
 
     def feed(self, gate: Tensor, up: Tensor) -> Tensor:
         """What follows the first two products: [s, b, inner / tp] each -> [s, b, hidden]."""

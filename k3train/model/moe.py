@@ -21,6 +21,7 @@ from k3train.model.experts import Experts
 from k3train.model.mlp import SituMlp
 from k3train.model.norm import RmsNorm
 from k3train.model.parameters import replicated_linear
+from k3train.model.projections import weight_for
 from k3train.plan.counts import router_input_size
 from k3train.router.contract import BalanceRule
 from k3train.router.router import K3Router
@@ -101,7 +102,7 @@ class LatentMoe(MegatronModule):
                 shared = beside(self._share, hidden, on=hidden.is_cuda and self.shares_beside)
             return latent, shared
         # together, so that the gradient of their input is summed up inside the products
-        weights = [self.latent_down.weight, *self.shared.inputs()]
+        weights = [weight_for(hidden, self.latent_down), *self.shared.inputs(hidden)]
         latent, *both = linears(hidden, weights, fp8_recipe(self.config))
         return latent, partial(self.shared.feed, *both)
 

@@ -16,6 +16,17 @@ from k3train.kernels.linear import linear
 from k3train.model.config import fp8_recipe
 
 
+def weight_for(x: Tensor, module: Any) -> Tensor:
+    """The weight of a linear whose product with ``x`` is not taken by its own ``forward``.
+
+    What is hooked before that runs here: megatron-core's DistributedDataParallel waits there for parameters
+    that are on their way from other ranks (``overlap_param_gather``).
+    """
+    for key, hook in module._forward_pre_hooks.items():
+        hook(module, (x,), *([{}] if key in module._forward_pre_hooks_with_kwargs else []))
+    return module.weight
+
+
 class ColumnLinear(ColumnParallelLinear):
     """Rows of the weight sharded over tp; the input whole, or sharded over sequence."""
 
