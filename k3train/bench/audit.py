@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3train.bench.case_kda import fla_kda
 from k3train.bench.kda_inputs import GRADIENTS, REGIMES, kda_inputs
+from k3train.bench.machine import version
 from k3train.bench.work import Shape
 from k3train.kernels.kda.chunk_plan import CHUNK, TILE, make_plan
 from k3train.kernels.kda.chunked import kda_chunked
@@ -22,6 +24,8 @@ from k3train.kernels.kda.reference import bounded_gate, kda_reference, l2_normal
 from k3train.kernels.kda.triton_kda import is_available, triton_kda
 from k3train.kernels.kda.within_chunk import make_decays, sum_before
 
+PEER = "fla-core"
+"""Its errors stand beside ours; the verdict is on ours alone."""
 BUILT_FOR = -5.0
 """Strongest bound that the chunked paths accept."""
 LIMIT, LIMIT_SUMS = 2e-2, 5e-2
@@ -56,6 +60,7 @@ def audit(shape: Shape, bound: float, device: torch.device) -> dict[str, Any]:
             kda_inputs(regime, sizes, device=device, dtype=dtype),
             bound,
             {"regime": regime, "dtype": _name(dtype)},
+            found["not_run"],
         )
     ]
     found["verdict"] = {name: _verdict(found, name) for name in DTYPES}
@@ -76,7 +81,14 @@ def _paths(
         "reference": (_reference, inputs, ""),
         "chunked torch": (_chunked, inputs, strong),
         "Hopper kernels": (_hopper, [torch.bfloat16], "" if fast else reason),
+        PEER: (fla_kda, [torch.bfloat16], _no_peer(device)),
     }
+
+
+def _no_peer(device: torch.device) -> str:
+    if version(PEER) is None:
+        return f"the package {PEER} is not installed"
+    return "" if device.type == "cuda" else "it runs on GPUs only"
 
 
 def _reference(x: list[Tensor], bound: float) -> Tensor:
@@ -95,17 +107,26 @@ def _hopper(x: list[Tensor], bound: float) -> Tensor:
 
 
 def _errors(
-    paths: dict[str, Run], x: list[Tensor], bound: float, names: dict[str, str]
+    paths: dict[str, Run], x: list[Tensor], bound: float, names: dict[str, str], not_run: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Norms of the differences to the token recurrence in float64 on the same inputs, over its norms."""
+    """Norms of the differences to the token recurrence in float64 on the same inputs, over its norms.
+
+    ``not_run`` gets the reason where the peer fails.
+    """
     generator = torch.Generator(device=x[2].device).manual_seed(1)
     grad = torch.randn(x[2].shape, device=x[2].device, generator=generator).to(x[2].dtype)
     wide = [t.detach().double().requires_grad_() for t in x]
     exact = _reference(wide, bound)
     want = (exact, *torch.autograd.grad(exact, wide, grad.double()))
     for name, run in paths.items():
-        o = run(x, bound)
-        got = (o, *torch.autograd.grad(o, x, grad))
+        try:
+            o = run(x, bound)
+            got = (o, *torch.autograd.grad(o, x, grad))
+        except Exception as error:
+            if name != PEER:
+                raise
+            not_run[name] = f"{names['regime']}: {error!r}"
+            continue
         errors = {
             what: float((a.detach().double() - b.detach()).norm() / (b.detach().norm() + 1e-300))
             for what, a, b in zip(("o", *GRADIENTS), got, want, strict=True)
@@ -164,10 +185,10 @@ def _verdict(found: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _worst(found: dict[str, Any], name: str) -> tuple[float, str]:
-    """Largest error over its limit among inputs of this dtype, and which it is."""
+    """Largest error over its limit among inputs of this dtype and paths of our own, and which it is."""
     worst, where = 0.0, "none measured"
     for row in found["errors"]:
-        if row["dtype"] != name:
+        if row["dtype"] != name or row["path"] == PEER:
             continue
         for what, error in row["errors"].items():
             over = error / (LIMIT_SUMS if what in ("dA_log", "ddt_bias") else LIMIT)

@@ -58,19 +58,20 @@ def _ours(x: list[Tensor], do: Tensor, borders: tuple[int, ...] | None, place: P
 
 def _fla(x: list[Tensor], borders: tuple[int, ...] | None, place: Place) -> Any:
     place.needs_gpu("fla-core's chunk_kda")
+    cu = None if borders is None else torch.tensor(borders, device=place.device)
+    return lambda: fla_kda(x, BOUND, cu), "safe gate"
+
+
+def fla_kda(x: list[Tensor], bound: float, cu_seqlens: Tensor | None = None) -> Tensor:
+    """fla-core's chunk_kda with everything inside that it can take: its output [b, t, h, d]."""
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
     q, k, v, z, beta, a_log, bias = x
-    cu = None if borders is None else torch.tensor(borders, device=place.device)
     flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-
-    def run() -> Tensor:
-        return chunk_kda(
-            q=q, k=k, v=v, g=z, beta=beta, A_log=a_log, dt_bias=bias, lower_bound=BOUND, safe_gate=True,
-            cu_seqlens=cu, **flags,
-        )[0]  # fmt: skip
-
-    return run, "safe gate"
+    return chunk_kda(
+        q=q, k=k, v=v, g=z, beta=beta, A_log=a_log, dt_bias=bias, lower_bound=bound, safe_gate=True,
+        cu_seqlens=cu_seqlens, **flags,
+    )[0]  # fmt: skip
 
 
 def _automodel(x: list[Tensor], borders: tuple[int, ...] | None, place: Place) -> Any:

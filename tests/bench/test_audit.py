@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from k3train.bench.audit import audit, largest_tile, refusal
+from k3train.bench.audit import PEER, audit, largest_tile, refusal
 from k3train.bench.kda_inputs import GRADIENTS, REGIMES, kda_inputs
 from k3train.bench.table import print_audit
 from k3train.kernels.kda.reference import bounded_gate, kda_reference
@@ -48,10 +48,28 @@ def test_bf16_can_carry_the_factors_and_fp16_cannot(found: dict[str, Any]) -> No
     assert saturated["log2"][1] == pytest.approx(80 / math.log(2), abs=2)
 
 
+def test_the_peer_stands_beside_and_takes_no_part_in_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is wrong in one regime and fails in another: numbers beside ours, and a reason."""
+
+    def wrong(x: list[torch.Tensor], bound: float) -> torch.Tensor:
+        if float(x[3].float().mean()) < -4:
+            raise RuntimeError("no kernel image")
+        return (x[0] + x[1] + x[2] + x[3]) * x[4][..., None] * x[5].sum() * x[6].sum()
+
+    monkeypatch.setattr("k3train.bench.audit.fla_kda", wrong)
+    monkeypatch.setattr("k3train.bench.audit._no_peer", lambda device: "")
+    found = audit(SHAPE, -5.0, torch.device("cpu"))
+    theirs = {row["regime"]: row for row in found["errors"] if row["path"] == PEER}
+    assert 0 < len(theirs) < len(REGIMES)
+    assert min(row["errors"]["o"] for row in theirs.values()) > 0.1
+    assert "no kernel image" in found["not_run"][PEER]
+    assert found["verdict"]["bfloat16"]["yes"]
+
+
 def test_the_table_holds_every_verdict(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     print_audit(found, Console(width=170))
     printed = capsys.readouterr().out
-    for words in ("bfloat16: yes", "float16: no", "not run: Hopper kernels", "residual"):
+    for words in ("bfloat16: yes", "float16: no", "not run: Hopper kernels", f"not run: {PEER}", "residual"):
         assert words in printed, words
 
 
