@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import k3train.kernels.kda
+from tests.interpreted import interpret, needs_triton
 
 SIZES = {"C", "D", "V", "BV"}
 """Compile-time sizes that with H, the heads, make tokens or states into elements."""
@@ -48,18 +45,8 @@ def test_tokens_times_channels_are_64_bits_wide(product: ast.BinOp) -> None:
 
 PROGRAM = """
 import torch
-from triton.runtime import interpreter
 from k3train.kernels import triton_conv, triton_gated_norm, triton_mix, triton_partial, triton_rms_norm
 from k3train.kernels import triton_situ
-
-
-def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
-    patch(tensor, scope)
-    # numpy 2.4 no longer makes a number of an array of one
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = patched
 # it would copy all of the memory onto itself
 interpreter.GridExecutor._restore_args_dev = lambda *_: None
 torch.manual_seed(0)
@@ -107,15 +94,7 @@ print("same")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 def test_rows_lie_as_far_apart_as_they_like() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
+    done = interpret(PROGRAM)
     assert done.stdout.strip() == "same", done.stderr[-3000:]

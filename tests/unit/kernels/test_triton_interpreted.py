@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
+from tests.interpreted import interpret, needs_triton
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+pytestmark = needs_triton
 
 PROGRAM = """
 import json
@@ -19,7 +14,6 @@ import torch
 from k3train.kernels.kda.triton_scan import kda_scan
 from tests.gpu import kda_stages
 from tests import gluon_interpreted
-from triton.runtime import interpreter
 from k3train.kernels import adjacent, cross_entropy, gated_norm, short_conv
 from k3train.kernels import triton_conv, triton_cross_entropy, triton_gated_norm, triton_grouped
 from k3train.kernels import attn_res, keys, permute, rms_norm, situ
@@ -27,15 +21,6 @@ from k3train.kernels import triton_embedding, triton_gate, triton_keys, triton_m
 from k3train.kernels import triton_rms_norm, triton_situ
 from k3train.router import triton_router
 from k3train.router.weights import route_weights
-
-
-def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
-    patch(tensor, scope)
-    # numpy 2.4 no longer makes a number of an array of one
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = patched
 torch.manual_seed(0)
 triton_conv._TILES = 2
 errors = {}
@@ -205,15 +190,7 @@ print(json.dumps(errors))
 
 
 def test_kernels_equal_plain_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
+    done = interpret(PROGRAM)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(done.stdout)
     assert len(errors) == 81, errors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from k3train.kernels.attn_res import mix, mix_reference
 from k3train.kernels.rms_norm import rms_norm
+from tests.interpreted import needs_triton
 
 
 def _inputs(w: int, dtype=torch.float64):
@@ -85,7 +85,7 @@ H200 = {"major": 9, "shared_memory_per_multiprocessor": 233_472}
 A100 = {"major": 8, "shared_memory_per_multiprocessor": 167_936}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 @pytest.mark.parametrize(
     ("channels", "w", "changed", "device", "programs"),
     [

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from k3train.optim.adam import GroupStepAdam, set_factor
+from tests.interpreted import interpret, needs_triton
 
 SETTINGS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -99,17 +96,7 @@ def test_a_factor_scales_what_a_step_reads(kind: str) -> None:
 
 KERNEL = """
 import torch
-from triton.runtime import interpreter
 from k3train.optim import triton_adam
-
-
-def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
-    patch(tensor, scope)
-    # numpy 2.4 no longer makes a number of an array of one
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = patched
 triton_adam._CHUNK, triton_adam._BLOCK = 64, 32
 torch.manual_seed(0)
 params, grads, means, squares = ([torch.randn(n) for n in (1, 63, 64, 65, 200)] for _ in range(4))
@@ -153,14 +140,7 @@ print("same")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 def test_the_kernel_takes_the_same_step() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = interpret(KERNEL)
     assert done.stdout.strip() == "same", done.stderr[-3000:]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from k3train.router.select import Tally, select, select_reference
+from tests import interpreted
 
 SHAPES = [(37, 20, 4, 50), (5, 896, 16, 1000), (9, 64, 1, 7), (0, 8, 2, 10), (12, 3, 2, 5)]
 """Tokens, experts, top k, bins."""
@@ -63,17 +58,9 @@ def interpret() -> None:
     assert triton_select.select(ties, torch.zeros(10), 4, None)[0].tolist() == [[0, 1, 2, 3]] * 3
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@interpreted.needs_triton
 def test_interpreted_kernel_equals_plain_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
+    done = interpreted.interpret(PROGRAM, seconds=240)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

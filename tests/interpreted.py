@@ -1,0 +1,39 @@
+"""Programs whose Triton kernels are run by Triton's interpreter on the CPU, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+_FIRST = """
+from triton.runtime import interpreter
+
+
+def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
+    patch(tensor, scope)
+    # numpy 2.4 no longer makes a number of an array of one
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = patched
+"""
+
+
+def interpret(program: str, *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    """What ``program``, Python's text, printed and how it ended."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FIRST + program],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
