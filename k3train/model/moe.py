@@ -96,15 +96,15 @@ class LatentMoe(MegatronModule):
 
     def _read(self, hidden: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """The latent, and the shared experts' output for whoever asks for it."""
-        if self.shared is None or self.shares_beside or not self.shared.is_repeatable():
-            latent, shared = self.latent_down(hidden), None
-            if self.shared is not None:
-                shared = beside(self._share, hidden, on=hidden.is_cuda and self.shares_beside)
-            return latent, shared
-        # together, so that the gradient of their input is summed up inside the products
-        weights = [weight_for(hidden, self.latent_down), *self.shared.inputs(hidden)]
-        latent, *both = linears(hidden, weights, fp8_recipe(self.config))
-        return latent, partial(self.shared.feed, *both)
+        if self.shared is not None and not self.shares_beside and self.shared.is_repeatable():
+            # together, so that the gradient of their input is summed up inside the products
+            weights = [weight_for(hidden, self.latent_down), *self.shared.inputs(hidden)]
+            latent, *both = linears(hidden, weights, fp8_recipe(self.config))
+            return latent, partial(self.shared.feed, *both)
+        latent = self.latent_down(hidden)
+        if self.shared is None:
+            return latent, None
+        return latent, beside(self._share, hidden, on=hidden.is_cuda and self.shares_beside)
 
     def _share(self, hidden: Tensor) -> Tensor:
         assert self.shared is not None
