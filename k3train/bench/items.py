@@ -181,7 +181,7 @@ def read_audited(texts: list[str] | None, device: str) -> dict[str, int]:
     """The one shape of an audit of kda: of ``texts``, what ``--shape`` gave, or its own. Raises BadInput."""
     if texts and len(texts) > 1:
         raise BadInput(f"--shape {texts[1]}: an audit is of one shape; give --shape once")
-    default = "tokens=512,heads=16,head_dim=128" if device == "cuda" else "tokens=192,heads=2,head_dim=32"
+    default = "tokens=512,heads=64,head_dim=128" if device == "cuda" else "tokens=192,heads=2,head_dim=32"
     text = texts[0] if texts else default
     shape = read_shape("kda", text, device)
     if texts and shape["documents"] > 1:

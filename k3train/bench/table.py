@@ -165,7 +165,9 @@ def print_audit(audit: dict[str, Any], console: Console) -> None:
         table.add_row(row["regime"], *cells)
     console.print(table)
     names = list(audit["errors"][0]["errors"])
-    table = Table(title="errors relative to float64, by dtype of the inputs", title_justify="left")
+    seeds = audit.get("seeds", 1)
+    title = f"errors relative to float64, by dtype of the inputs; root mean squares of {seeds} draws"
+    table = Table(title=title, title_justify="left")
     table.box = box.SIMPLE_HEAD
     for heading in ("regime", "path", "inputs"):
         table.add_column(heading)

@@ -224,10 +224,10 @@ class Activations:
 
     def _scores(self) -> int:
         """Bytes a token and head that KDA's kernels for Hopper keep beside inputs and output: two squares,
-        the decay over each chunk and two inverse norms."""
+        the decay over each chunk, two inverse norms and beta."""
         if self.model.precision is not Precision.bf16 or self.model.kda.head_dim != _HOPPER_HEAD:
             return 0
-        return 2 * _CHUNK * self.width + _FP32 * _HOPPER_HEAD // _CHUNK + 2 * _FP32
+        return 2 * _CHUNK * self.width + _FP32 * _HOPPER_HEAD // _CHUNK + 3 * _FP32
 
     def _mla(self) -> Kept:
         mla, layout, width = self.model.mla, self.layout, self.width

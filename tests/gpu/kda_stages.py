@@ -46,41 +46,44 @@ def factors(g, bound):
     return L.exp(), (L[..., -1:, :] - L).exp(), A.exp(), (-A).exp(), L[..., -1, :].exp()
 
 
-def prep(q, k, g, bound, cut=keep):
+def prep(q, k, g, beta, bound, cut=keep):
     (q0, q1), (k0, k1), (g0, g1) = halves(q), halves(k), halves(g)
+    w0, w1 = halves(k * beta[..., None])
     F0, B0, x0, y0, e0 = factors(g0, bound)
     F1, B1, x1, y1, e1 = factors(g1, bound)
     out = {
         "kh": torch.cat([k0 * F0, k1 * F1 * e0[..., None, :]], -2),
         "qh": torch.cat([q0 * F0, q1 * F1 * e0[..., None, :]], -2),
-        "kt": torch.cat([k0 * B0 * e1[..., None, :], k1 * B1], -2),
+        "kt": torch.cat([w0 * B0 * e1[..., None, :], w1 * B1], -2),
         "dec": e0 * e1,
     }
     low = torch.ones(B, B, dtype=torch.bool, device=q.device).tril()
 
     def scores(a0, a1, mask):
         zero = q.new_zeros(())
-        d0 = torch.where(mask, cut(a0 * x0) @ cut(k0 * y0).mT, zero)
-        d1 = torch.where(mask, cut(a1 * x1) @ cut(k1 * y1).mT, zero)
-        o = cut(a1 * F1) @ cut(k0 * B0).mT
+        d0 = torch.where(mask, cut(a0 * x0) @ cut(w0 * y0).mT, zero)
+        d1 = torch.where(mask, cut(a1 * x1) @ cut(w1 * y1).mT, zero)
+        o = cut(a1 * F1) @ cut(w0 * B0).mT
         return torch.cat([torch.cat([d0, torch.zeros_like(d0)], -1), torch.cat([o, d1], -1)], -2)
 
     out["aqk"] = scores(q0, q1, low)
     out["akk"] = scores(k0, k1, low.tril(-1))
-    return {n: cut(x) if n != "dec" else x for n, x in out.items()}
+    out["aqk"].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1) * beta)
+    return {n: cut(x) if n not in ("dec", "akk") else x for n, x in out.items()}
 
 
-def inverse(akk, beta):
+def inverse(akk):
     eye = torch.eye(C, dtype=akk.dtype, device=akk.device)
-    return torch.linalg.inv(eye + beta[..., None] * akk) * beta[..., None, :]
+    return torch.linalg.inv(eye + akk) - eye
 
 
 def chain(p, tb, v, S, cut=keep):
-    """v [h, n, 64, d]; S [h, d, d] -> o, U, the state entering each chunk and the final state."""
+    """v [h, n, 64, d]; S [h, d, d] -> o, corrections / beta, states entering each chunk, the final state."""
     o, U, hs = [], [], []
     for i in range(v.shape[1]):
         Sb = cut(S)
-        u = cut(tb[:, i] @ cut(v[:, i] - p["kh"][:, i] @ Sb))
+        r = v[:, i] - p["kh"][:, i] @ Sb
+        u = cut(r + tb[:, i] @ cut(r))
         o.append(p["qh"][:, i] @ Sb + p["aqk"][:, i] @ u)
         hs.append(Sb)
         U.append(u)
@@ -94,24 +97,24 @@ def chain_backward(p, tb, do, dS, cut=keep):
     dv, dhs = [None] * n, [None] * n
     for i in reversed(range(n)):
         Sb = dhs[i] = cut(dS)
-        dU = cut(p["aqk"][:, i].mT @ do[:, i] + p["kt"][:, i] @ Sb)
-        dv[i] = X = cut(tb[:, i].mT @ dU)
+        dU = p["aqk"][:, i].mT @ do[:, i] + p["kt"][:, i] @ Sb
+        dv[i] = X = cut(dU + tb[:, i].mT @ cut(dU))
         dS = p["dec"][:, i, :, None] * dS + p["qh"][:, i].mT @ do[:, i] - p["kh"][:, i].mT @ X
     return torch.stack(dv, 1), torch.stack(dhs, 1), dS
 
 
-def score(o, v, beta_logit, do, U, dv, cut=keep):
+def score(o, v, beta, do, U, dv, cut=keep):
     low = torch.ones(C, C, dtype=torch.bool, device=o.device).tril(-1)
-    em = torch.exp(-beta_logit.clamp_min(-30))
     xu = (dv * U).sum(-1)
     zero = o.new_zeros(())
     return {
         "dA": cut(torch.where(low, do @ U.mT, zero)),
         "dB": cut(torch.where(low, -dv @ U.mT, zero)),
-        "dd": (do * U).sum(-1),
+        "dd": (do * U).sum(-1) * beta,
         "sq": (do * o).sum(-1),
-        "sk": 2 * xu * (1 + em) - (dv * v).sum(-1),
-        "dbeta": xu * em,
+        "sk": 2 * xu - (dv * v).sum(-1),
+        "beta": beta,
+        "dbeta": xu * (1 - beta),
     }
 
 
@@ -124,7 +127,9 @@ def gradient(q, k, g, bound, do, U, dv, hs, dhs, sc, rq, rk, s, a, cut=keep):
     F1, B1, x1, y1, e1 = factors(g1, bound)
     (o0, o1), (v0, v1), (u0, u1) = halves(do), halves(dv), halves(U)
     A, Bm = sc["dA"], sc["dB"]
+    rate0, rate1 = halves(sc["beta"][..., None])
     last = (hs * dhs).sum(-1) * e0 * e1
+    y0, y1, B0, B1 = y0 * rate0, y1 * rate1, B0 * rate0, B1 * rate1
     yo, qF, kF = cut(k0 * B0), cut(q1 * F1), cut(k1 * F1)
 
     def diagonal(q, k, x, y, A, Bm):
@@ -169,7 +174,7 @@ def chain_rows(x, v, rows, entering, leaving, o=None, hs=None, us=None):
             n = at.stop - at.start
             R = -x["kh"][c] @ S
             R[:, :n] += 0 if identity else v[at].transpose(0, 1)
-            u = x["tb"][c] @ R
+            u = R + x["tb"][c] @ R
             if o is not None:
                 o[at] = (x["qh"][c] @ S + x["aqk"][c] @ u)[:, :n].transpose(0, 1)
             if hs is not None:
@@ -188,7 +193,8 @@ def chain_back_rows(x, do, rows, entering, leaving, dhs=None, dv=None):
             at = slice(start + (c - chunk) * C, start + min(tokens, (c - chunk + 1) * C))
             g = do.new_zeros(h, C, d)
             g[:, : at.stop - at.start] = do[at].transpose(0, 1)
-            X = x["tb"][c].mT @ (x["aqk"][c].mT @ g + x["kt"][c] @ dS)
+            dU = x["aqk"][c].mT @ g + x["kt"][c] @ dS
+            X = dU + x["tb"][c].mT @ dU
             if dhs is not None:
                 dhs[c], dv[at] = dS, X[:, : at.stop - at.start].transpose(0, 1)
             dS = x["dec"][c][..., None] * dS + x["qh"][c].mT @ g - x["kh"][c].mT @ X
@@ -219,11 +225,11 @@ def packed_operands(q, k, z, beta, A_log, dt_bias, borders, bound):
         qn, kn, g, s, rq, rk = prepare(q[a:e], k[a:e], z[a:e], A_log, dt_bias, bound)
         valid = (torch.arange(g.shape[1] * C, device=q.device) < e - a).view(1, -1, C)
         g = g * valid[..., None]
-        x = dict(prep(qn, kn, g, bound), q=qn, k=kn, g=g, s=s, rq=rq, rk=rk)
         bl = q.new_zeros(g.shape[1] * C, q.shape[1])
         bl[: e - a] = beta[a:e]
-        x["bl"] = bl.view(-1, C, q.shape[1]).permute(2, 0, 1)
-        x["tb"] = inverse(x["akk"], torch.sigmoid(x["bl"]) * valid)
+        rate = torch.sigmoid(bl.view(-1, C, q.shape[1]).permute(2, 0, 1))
+        x = dict(prep(qn, kn, g, rate, bound), q=qn, k=kn, g=g, s=s, rq=rq, rk=rk, beta=rate)
+        x["tb"] = inverse(x["akk"])
         parts.append({n: y.transpose(0, 1) for n, y in x.items()})
     return {n: torch.cat([p[n] for p in parts]) for n in parts[0]}
 
@@ -274,15 +280,15 @@ def run(q, k, v, z, beta, A_log, dt_bias, do, bound, S0=None, dST=None, cut=keep
 
     valid = (torch.arange(g.shape[1] * C, device=q.device) < t).view(1, -1, C)
     g = g * valid[..., None]
-    p = prep(qn, kn, g, bound, cut)
-    bl = chunk(beta[..., None])[..., 0]
-    p["tb"] = cut(inverse(p["akk"], torch.sigmoid(bl) * valid))
+    rate = torch.sigmoid(chunk(beta[..., None])[..., 0])
+    p = prep(qn, kn, g, rate, bound, cut)
+    p["tb"] = cut(inverse(p["akk"]))
     zero = q.new_zeros(h, d, d)
     vc, oc = chunk(v), chunk(do)
     o, U, hs, ST = chain(p, p["tb"], vc, zero if S0 is None else S0, cut)
     o = cut(o)
     dv, dhs, dS0 = chain_backward(p, p["tb"], oc, zero if dST is None else dST, cut)
-    sc = score(o, vc, bl, oc, U, dv, cut)
+    sc = score(o, vc, rate, oc, U, dv, cut)
     dq, dk, dz = gradient(qn, kn, g, bound, oc, U, dv, hs, dhs, sc, rq, rk, s, A_log.exp(), cut)
 
     def flat(x):

@@ -64,7 +64,7 @@ def row_products(ga, tri, sS, sdo, sx, block: gl.constexpr, zero, shift):
 
 @gluon.jit
 def column_product(sD, su, block: gl.constexpr, zero):
-    """dS U^T [channels, 32 tokens]."""
+    """dS W^T [channels, 32 tokens]."""
     tc = warpgroup_mma(sD, tokens(su, block), zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=[tc])
 
@@ -111,12 +111,22 @@ def diagonal(q, k, xe, ye, st, block: gl.constexpr, dq, dk, dG, zero, DOT: gl.co
 
 
 @gluon.jit
-def suffix(dG, tri, zero, DOT: gl.constexpr):
-    """Sum over this and later positions of the block: bf16 in two parts."""
-    h = bf16(dG)
-    ha = gl.convert_layout(h, DOT)
-    la = gl.convert_layout(bf16(dG - h.to(gl.float32)), DOT)
-    return chained(ha, la, tri, tri, zero, False)
+def in_two(x):
+    """bf16 parts of x."""
+    h = bf16(x)
+    return h, bf16(x - h.to(gl.float32))
+
+
+@gluon.jit
+def aside(s, part: gl.constexpr):
+    """Room for a part [64 channels, 32 tokens] in a tile whose second block has been used."""
+    return s.slice(32, 32, 0).slice(64 * part, 64, 1).permute((1, 0))
+
+
+@gluon.jit
+def suffix(h, l, tri, zero, DOT: gl.constexpr):
+    """Sum of h + l over this and later positions of the block."""
+    return chained(gl.convert_layout(h, DOT), gl.convert_layout(l, DOT), tri, tri, zero, False)
 
 
 @gluon.jit
@@ -260,7 +270,7 @@ def kda_grad(
     xk0 = fetch_rows(k + base, pl, left, 0, LD)
     xk1 = fetch_rows(k + base + 32 * H * D, pl, left, 1, LD)
     xq1 = fetch_rows(q + base + 32 * H * D, pl, left, 1, LD)
-    sr.store(gl.load(rs + b.to(gl.int64) * (2 * C) + t1))
+    sr.store(gl.load(rs + b.to(gl.int64) * (3 * C) + t1))
     ss.store(gl.load(sums + b.to(gl.int64) * (4 * C) + t2))
     p0 = base + pl
     p1 = p0 + 32 * H * D
@@ -283,6 +293,7 @@ def kda_grad(
     qt1 = to_channels(xq1, MMA)
     zero = gl.zeros([BD, 32], gl.float32, MMA)
     ye = ex2(0.0 - (product(ga0, tri, zero, False) + shift))
+    ye = ye * gl.expand_dims(of_tokens(ss, 3, 0, TK), 0)
     yo = bf16(normed(kt0, of_tokens(sr, 1, 0, TK)) * ye * gl.expand_dims(to_end0, 1))
     mbarrier.wait(bar, 0)
     if left < C:
@@ -309,6 +320,7 @@ def kda_grad(
     dk_ = tk * F
     dG1 = qF.to(gl.float32) * tq + kF.to(gl.float32) * tk
     ye = ex2(0.0 - A)
+    ye = ye * gl.expand_dims(of_tokens(ss, 3, 1, TK), 0)
     tc = column_product(sD, su, 1, zero) * (ye * to_end1)
     dk_ += tc
     tc = tc * k_
@@ -318,6 +330,12 @@ def kda_grad(
     xk0 = fetch_rows(k + base, pl, left, 0, LD)
     xq0 = fetch_rows(q + base, pl, left, 0, LD)
     put_inputs(dq, dk, p1, dq_, dk_, qt1, kt1, sr, ss, 1, scale, ml1, LD, TK)
+    # the gate's terms of block 1 wait in shared memory: registers are short in what follows
+    last1 = gl.sum(dG1, 1)
+    h, l = in_two(dG1)
+    gl.thread_barrier()
+    aside(su, 0).store(h)
+    aside(su, 1).store(l)
     # block 0
     kt0 = to_channels(xk0, MMA)
     qt0 = to_channels(xq0, MMA)
@@ -330,6 +348,7 @@ def kda_grad(
     dk_ = 0.0 - tk * F
     dG0 = q_ * dq_ + k_ * dk_
     ye = ex2(0.0 - A)
+    ye = ye * gl.expand_dims(of_tokens(ss, 3, 0, TK), 0)
     yo32 = yo.to(gl.float32)
     tc = column_product(sD, su, 0, zero) * e1
     last += gl.sum(yo32 * tc, 1)
@@ -341,9 +360,10 @@ def kda_grad(
     dq_, dk_, dG0 = diagonal(q_, k_, xe, ye, st, 0, dq_, dk_, dG0, zero, DOT)
     put_inputs(dq, dk, p0, dq_, dk_, qt0, kt0, sr, ss, 0, scale, ml0, LD, TK)
     # decay: sum over this and later positions, then the bounded sigmoid
-    R1 = suffix(dG1, suf, zero, DOT) + gl.expand_dims(last, 1)
-    last += gl.sum(dG1, 1)
-    R0 = suffix(dG0, suf, zero, DOT) + gl.expand_dims(last, 1)
+    R1 = suffix(aside(su, 0).load(MMA), aside(su, 1).load(MMA), suf, zero, DOT) + gl.expand_dims(last, 1)
+    last += last1
+    h, l = in_two(dG0)
+    R0 = suffix(h, l, suf, zero, DOT) + gl.expand_dims(last, 1)
     dA0, db0 = put_gate(dz, tokens(sz, 0).load(MMA), p0, R0, m0, ml0, a, b_bias, lb, LD)
     dA1, db1 = put_gate(dz, tokens(sz, 1).load(MMA), p1, R1, m1, ml1, a, b_bias, lb, LD)
     b64 = b.to(gl.int64)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from k3train.kernels.kda.triton_math import bf16, fp16, product, sigmoid
+from k3train.kernels.kda.triton_math import bf16, fp16, product
 from k3train.kernels.kda.triton_ring import arrived, dismiss, expect, fetch, ring
 
 
@@ -41,45 +41,30 @@ def within(a, bt, acc, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def rates(beta, first, left, i_h, H: gl.constexpr, LAYOUT: gl.constexpr):
-    """beta [4, 16] of a chunk's tokens, zero past the document's end."""
-    block = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT))
-    t = gl.expand_dims(block * 16, 1) + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
-    b = gl.load(beta + (first + t) * H + i_h, mask=t < left, other=0.0).to(gl.float32)
-    return gl.where(t < left, sigmoid(b), 0.0)
+def kda_inverse(akk, tb):
+    """(I + A)^-1 - I of strictly lower A [64, 64]; ``tb`` may overwrite ``akk``.
 
-
-@gluon.jit
-def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
-    """(I + diag(beta) A)^-1 diag(beta) of strictly lower A [64, 64]; ``tb`` may overwrite ``akk``.
-
-    Diagonal blocks of 16 by products of (I + N^(2^i)), N = -diag(beta) A, each in one warp's registers. With
-    their inverse D times diag(beta) and M = -D A outside of the blocks the whole is (I + M^2) (I + M) D. fp16
-    operands: A is at most 1, and doubling over blocks of 32 would lose the digits that blocks of 16 keep.
+    Diagonal blocks of 16 by products of (I + N^(2^i)), N = -A, each in one warp's registers. With their
+    inverse D and M = -D A outside of the blocks the whole is (I + M^2) (I + M) D. fp16 operands: A is at most
+    1, and doubling over blocks of 32 would lose the digits that blocks of 16 keep.
     """
     C: gl.constexpr = 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     BLOCKS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    i_h = gl.program_id(0) % H
-    i_c = gl.program_id(0) // H
-    row = (i_c * H + i_h) * C
+    row = gl.program_id(0) * C
     ra = ring(akk, 1)
     sd = gl.allocate_shared_memory(gl.float16, [C, C], akk.layout)
     sm = gl.allocate_shared_memory(gl.float16, [C, C], akk.layout)
     expect(akk, ra, 0, True)
     fetch(akk, row, 0, ra, 0, True)
-    first = gl.load(chunks + 2 * i_c).to(gl.int64)
-    left = gl.load(chunks + 2 * i_c + 1)
-    rows = gl.expand_dims(rates(beta, first, left, i_h, H, gl.SliceLayout(2, BLOCKS)), 2)
-    cols = gl.expand_dims(rates(beta, first, left, i_h, H, gl.SliceLayout(1, BLOCKS)), 1)
     i = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, MMA)), 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MMA)), 0)
     near = (i // 16) == (j // 16)
     sa = arrived(ra, 0, 1)
     none = gl.zeros([C, C], gl.float16, MMA)
-    P = own_blocks(gl.where(near, sa.load(MMA), none), BLOCKS) * (0.0 - rows)
-    Q = own_blocks(gl.where(near, sa.permute((1, 0)).load(MMA), none), BLOCKS) * (0.0 - cols)
+    P = 0.0 - own_blocks(gl.where(near, sa.load(MMA), none), BLOCKS)
+    Q = 0.0 - own_blocks(gl.where(near, sa.permute((1, 0)).load(MMA), none), BLOCKS)
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, BLOCKS)))
     eye = gl.expand_dims(gl.expand_dims(r, 0), 2) == gl.expand_dims(gl.expand_dims(c, 0), 1)
@@ -91,8 +76,7 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
         P = within(p, q, zero, BLOCKS)
         Q = within(q, p, zero, BLOCKS)
         X = within(fp16(X), fp16(Q), X, BLOCKS)
-    D = X * cols
-    d = on_blocks(fp16(D), near, MMA)
+    d = on_blocks(fp16(X), near, MMA)
     sd.store(d)
     zero = gl.zeros([C, C], gl.float32, MMA)
     m = product(gl.convert_layout(d, DOT), sa, zero, False)
@@ -101,7 +85,7 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     fence_async_shared()
     gl.thread_barrier()
     ma = gl.convert_layout(m, DOT)
-    X = warpgroup_mma(ma, sd, on_blocks(D, near, MMA), is_async=True)
+    X = warpgroup_mma(ma, sd, on_blocks(X, near, MMA), is_async=True)
     M2 = warpgroup_mma(ma, sm, zero, use_acc=False, is_async=True)
     X, M2, ma = warpgroup_mma_wait(0, deps=[X, M2, ma])
     sa.store(fp16(X))
@@ -109,7 +93,7 @@ def kda_inverse(akk, tb, beta, chunks, H: gl.constexpr):
     gl.thread_barrier()
     X = product(gl.convert_layout(fp16(M2), DOT), sa, X, True)
     out = sd._reinterpret(gl.bfloat16, [C, C], tb.layout)
-    out.store(bf16(X))
+    out.store(bf16(gl.where(i > j, X, 0.0)))
     fence_async_shared()
     gl.thread_barrier()
     tma.async_copy_shared_to_global(tb, [row, 0], out)

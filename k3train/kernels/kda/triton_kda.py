@@ -92,7 +92,7 @@ def triton_kda(
     With ``exchange`` the buffer is a shard, and ``ends`` says which documents go on in its neighbours: every
     rank of the exchange's group must call this, forward and backward, and there are no states in and out.
     The backward pass computes everything again from the inputs and o, unless told to ``keep`` the scores of
-    the chunks, 272 bytes a token and head, or all their operands, 1.0 kB.
+    the chunks, 276 bytes a token and head, or all their operands, 1.0 kB.
     """
     b, t, h, d = q.shape
     borders = packing.local_cu_seqlens if packing is not None else tuple(range(0, b * t + 1, t))
@@ -156,7 +156,7 @@ def _operands(inputs: tuple[Tensor, ...], call: _Call, scores: dict[str, Tensor]
     if scores is None:
         tiles |= {name: q.new_empty(n, h, CHUNK, CHUNK) for name in ("tb", "aqk")}
         tiles["dec"] = q.new_empty(n, h, d, dtype=torch.float32)
-        tiles["rs"] = q.new_empty(n, h, 2 * CHUNK, dtype=torch.float32)
+        tiles["rs"] = q.new_empty(n, h, 3 * CHUNK, dtype=torch.float32)
     else:
         tiles |= scores
     # scores sum over all channels; without them smaller programs keep more copies under way
@@ -166,13 +166,13 @@ def _operands(inputs: tuple[Tensor, ...], call: _Call, scores: dict[str, Tensor]
     out = [descriptor(tiles[name], CHUNK, block) for name in ("kh", "kt", "qh")]
     launch(
         kda_prep, (n * h * d // block,),
-        *rows, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
+        *rows, beta, A_log, dt_bias, *out, akk, tiles["aqk"], tiles["dec"], tiles["rs"],
         call.chunks, d**-0.5, call.bound, shift, 2.0**-shift,
         H=h, D=d, BD=block, SCORES=scores is None, num_warps=block // 16, maxnreg=128,
     )  # fmt: skip
     if scores is None:
         squares = [descriptor(x, CHUNK, CHUNK) for x in (akk, tiles["tb"])]
-        launch(kda_inverse, (n * h,), *squares, beta, call.chunks, H=h, num_warps=4)
+        launch(kda_inverse, (n * h,), *squares, num_warps=4)
     return tiles
 
 
@@ -248,7 +248,7 @@ def _input_gradients(inputs, o, do, us, dv, hs, dhs, rs, call):
     shift = _shift(call.bound)
     launch(
         kda_pairs, (n * h,),
-        *rows[:2], wide[0], *rows[2:], descriptor(pairs, CHUNK, CHUNK), beta, dbeta,
+        *rows[:2], wide[0], *rows[2:], descriptor(pairs, CHUNK, CHUNK), rs, dbeta,
         sums, call.chunks, H=h, V=d, num_warps=4,
     )  # fmt: skip
     launch(

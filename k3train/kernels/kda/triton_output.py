@@ -102,8 +102,9 @@ def kda_output(
         S = S * factors(sd, MS)
         inverse = turned(arrived(rtb, i, STAGES))
         R = warpgroup_mma_wait(1, deps=[R])
-        r = gl.convert_layout(bf16(x - R), DOT, assert_trivial=True)
-        U = warpgroup_mma(r, inverse, zero, use_acc=False, is_async=True)
+        x -= R
+        r = gl.convert_layout(bf16(x), DOT, assert_trivial=True)
+        U = warpgroup_mma(r, inverse, x, is_async=True)
         scores = turned(arrived(raq, i, STAGES))
         update = arrived(rkt, i, STAGES)
         U, O, a, r = warpgroup_mma_wait(0, deps=[U, O, a, r])

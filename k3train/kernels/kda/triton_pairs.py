@@ -1,6 +1,6 @@
 """Gradients of a chunk's two score matrices, and the row sums that stand for the l2 norms and beta.
 
-The sums are q.dq = dO.O and k.dk = -dV.V + 2 dV.U / beta.
+Corrections come as W = U / beta; beta joins here. The sums are q.dq = dO.O and k.dk = 2 dV.W - dV.V.
 
 Imports triton: import it inside functions only.
 """
@@ -24,7 +24,7 @@ def on_diagonal(acc, i, j):
 
 
 @gluon.jit
-def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, V: gl.constexpr):
+def kda_pairs(do, dv, us, o, v, pairs, rs, db, sums, chunks, H: gl.constexpr, V: gl.constexpr):
     """Row sums of products are diagonals of matrix products here: no tile is read into registers."""
     C: gl.constexpr = 64
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -48,9 +48,8 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     r = gl.arange(0, C, gl.SliceLayout(1, MMA))
     i = gl.expand_dims(r, 1)
     j = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, MMA)), 0)
-    inside = r < left
-    pb = (first.to(gl.int64) + r) * H + i_h
-    logit = gl.load(beta + pb, mask=inside, other=0.0).to(gl.float32)
+    rates = rs + b.to(gl.int64) * (3 * C) + 2 * C
+    beta = gl.load(rates + r)
     sdo = arrived(rings[0], 0, 1)
     sdv = arrived(rings[1], 0, 1)
     so = arrived(rings[2], 0, 1)
@@ -69,7 +68,7 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     dA, dB = warpgroup_mma_wait(0, deps=[dA, dB])
     oo = warpgroup_mma(sdo, so.permute((1, 0)), zero, use_acc=False, is_async=True)
     xv = warpgroup_mma(sdv, sv.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dd = on_diagonal(dA, i, j)
+    dd = on_diagonal(dA, i, j) * beta
     xu = on_diagonal(dB, i, j)
     sA.store(bf16(gl.where(i > j, dA, 0.0)))
     sB.store(bf16(gl.where(i > j, 0.0 - dB, 0.0)))
@@ -78,13 +77,13 @@ def kda_pairs(do, dv, us, o, v, pairs, beta, db, sums, chunks, H: gl.constexpr, 
     tma.async_copy_shared_to_global(pairs, [2 * b * C, 0], sA)
     tma.async_copy_shared_to_global(pairs, [(2 * b + 1) * C, 0], sB)
     oo, xv = warpgroup_mma_wait(0, deps=[oo, xv])
-    # 1 / beta = 1 + e^-logit; below 1e-13 beta is held to keep 0 * inf away
-    em = gl.exp(0.0 - gl.maximum(logit, -30.0))
     ps = sums + b.to(gl.int64) * (4 * C) + r
     gl.store(ps, dd)
     gl.store(ps + C, on_diagonal(oo, i, j))
-    gl.store(ps + 2 * C, 2.0 * xu * (1.0 + em) - on_diagonal(xv, i, j))
-    gl.store(db + pb, (xu * em).to(db.dtype.element_ty), mask=inside)
+    gl.store(ps + 2 * C, 2.0 * xu - on_diagonal(xv, i, j))
+    gl.store(ps + 3 * C, beta)
+    pb = (first.to(gl.int64) + r) * H + i_h
+    gl.store(db + pb, (xu * (1.0 - beta)).to(db.dtype.element_ty), mask=r < left)
     tma.store_wait(0)
     dismiss(rings, 1)
     dismiss((ru,), 1)

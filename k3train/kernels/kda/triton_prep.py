@@ -1,10 +1,12 @@
-"""Operands of every chunk of 64 tokens: scaled q and k, and causal scores.
+"""Operands of every chunk of 64 tokens: scaled q, k and beta k, and causal scores with beta of their columns.
 
 A chunk is two blocks of 32 tokens. Every decay within a block is a product of two factors around a fixed
 anchor, half of the largest decay over a block below its start: x up to a token and y = 1 / x from it. Both
 fit fp32 and bf16 whatever later tokens hold. Decays from the block's start and to its end are x and y times
 a constant, products across the two blocks go through their border. Everything before the scores is laid out
-[channels, tokens], so that sums over positions are products with a 0/1 triangle.
+[channels, tokens], so that sums over positions are products with a 0/1 triangle. A query's score with its own
+key has no decay in it: where these are most of the output, they would be the largest error, so they are
+summed up in fp32 from the inputs themselves.
 
 Imports triton: import it inside functions only.
 """
@@ -25,6 +27,7 @@ from k3train.kernels.kda.triton_math import (
     fp16,
     log2_gates,
     product,
+    sigmoid,
     store_triangle,
     wide,
 )
@@ -38,15 +41,20 @@ def channels(s, half: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
+def of_tokens(s, which: gl.constexpr, half: gl.constexpr, TK: gl.constexpr):
+    """A block's values [1, 32] of vector ``which`` of several [64]."""
+    return gl.expand_dims(s.slice(64 * which + 32 * half, 32).load(TK), 0)
+
+
+@gluon.jit
 def stage(s, first: gl.constexpr, x):
     """[channels, 32 tokens] -> bf16 rows of tokens in shared memory."""
     s.slice(first, 32, 0).permute((1, 0)).store(bf16(x))
 
 
 @gluon.jit
-def inverse_norms(s, LN: gl.constexpr):
-    """1 / |row| of 64 rows."""
-    x = wide(s.load(LN))
+def inverse_norm(x):
+    """1 / |row|."""
     return gl.rsqrt(gl.sum(x * x, 1) + 1e-6)
 
 
@@ -68,14 +76,21 @@ def scores_of(sx, sy, Q, K, y, SC: gl.constexpr):
 
 
 @gluon.jit
-def put_score(aqk, akk, acc, row: gl.constexpr, col: gl.constexpr, diag: gl.constexpr, SC: gl.constexpr):
+def put_score(aqk, akk, x, row: gl.constexpr, col: gl.constexpr, SC: gl.constexpr):
     """Rows 0-31 are a block's queries, rows 32-63 its keys."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, SC)), 1)
     j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SC)), 0)
-    keep = (r >= j) & ((r < 32) | (r - 32 > j)) if diag else r >= 0
-    x = gl.where(keep, acc, 0.0)
     gl.store(aqk + (row + r) * 64 + (col + j), bf16(x), mask=(r < 32) & (j < 32))
     gl.store(akk + (row + r - 32) * 64 + (col + j), fp16(x), mask=(r >= 32) & (j < 32))
+
+
+@gluon.jit
+def causal(acc, own, SC: gl.constexpr):
+    """A block's scores with its own tokens, those of queries with their own keys replaced by ``own`` [32]."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, SC)), 1)
+    j = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, SC)), 0)
+    acc = gl.where(r == j, gl.expand_dims(own.load(gl.SliceLayout(0, SC)), 0), acc)
+    return gl.where((r >= j) & ((r < 32) | (r - 32 > j)), acc, 0.0)
 
 
 @gluon.jit
@@ -83,6 +98,7 @@ def kda_prep(
     q,
     k,
     z,
+    beta,
     A_log,
     bias,
     kh,
@@ -102,7 +118,7 @@ def kda_prep(
     BD: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """Write kh, kt and qh of a chunk; with SCORES also dec, the inverse norms rs, aqk and akk."""
+    """Write kh, kt, qh of a chunk; with SCORES dec, aqk, akk and rs too: inverse norms of q and k, beta."""
     C: gl.constexpr = 64
     W: gl.constexpr = BD // 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 32, 16])
@@ -131,15 +147,19 @@ def kda_prep(
     b_bias = gl.load(bias + i_h * D + ch).to(gl.float32)
     tri = gl.allocate_shared_memory(gl.float16, [32, 32], S64)
     store_triangle(tri, LT)
-    sr = gl.allocate_shared_memory(gl.float32, [2 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    prs = rs + b.to(gl.int64) * (2 * C)
+    # by token: inverse norms of q and k, beta, the score of a query with its own key
+    sr = gl.allocate_shared_memory(gl.float32, [4 * C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    prs = rs + b.to(gl.int64) * (3 * C)
     if SCORES:
+        rn = gl.arange(0, C, gl.SliceLayout(1, LN))
+        logit = gl.load(beta + (first.to(gl.int64) + rn) * H + i_h, mask=rn < left, other=0.0)
         sx0 = gl.allocate_shared_memory(gl.bfloat16, [64, D], z.layout)
         sx1 = gl.allocate_shared_memory(gl.bfloat16, [64, D], z.layout)
         sy0 = gl.allocate_shared_memory(gl.bfloat16, [32, D], z.layout)
         sy1 = gl.allocate_shared_memory(gl.bfloat16, [32, D], z.layout)
     else:
-        sr.store(gl.load(prs + gl.arange(0, 2 * C, L1)))
+        sr.slice(0, 2 * C).store(gl.load(prs + gl.arange(0, 2 * C, L1)))
+        sr.slice(2 * C, C).store(gl.load(prs + 2 * C + gl.arange(0, C, L1)))
     zero = gl.zeros([BD, 32], gl.float32, MMA)
     fence_async_shared()
     gl.thread_barrier()
@@ -151,13 +171,18 @@ def kda_prep(
         clear_rows(sq, left, LN)
         gl.thread_barrier()
     if SCORES:
-        rn = gl.arange(0, C, gl.SliceLayout(1, LN))
-        rq = inverse_norms(sq, LN)
-        rk = inverse_norms(sk, LN)
+        rate = sigmoid(logit.to(gl.float32))
+        xq = wide(sq.load(LN))
+        xk = wide(sk.load(LN))
+        rq = inverse_norm(xq)
+        rk = inverse_norm(xk)
         gl.store(prs + rn, rq)
         gl.store(prs + C + rn, rk)
+        gl.store(prs + 2 * C + rn, rate)
         sr.slice(0, C).store(rq)
         sr.slice(C, C).store(rk)
+        sr.slice(2 * C, C).store(rate)
+        sr.slice(3 * C, C).store(gl.sum(xq * xk, 1) * (rq * scale) * (rk * rate))
     z0 = channels(sz, 0, MMA)
     m0 = tok < left
     ga0, e0 = log2_gates(wide(z0), m0, a, b_bias, lb, DOT)
@@ -171,19 +196,15 @@ def kda_prep(
     e0 = gl.expand_dims(ex2(e0), 1)
     e1 = gl.expand_dims(ex2(e1), 1)
     gl.thread_barrier()
-    rq0 = sr.slice(0, 32).load(TK) * scale
-    rq1 = sr.slice(32, 32).load(TK) * scale
-    rk0 = sr.slice(64, 32).load(TK)
-    rk1 = sr.slice(96, 32).load(TK)
     xk1 = channels(sk, 1, MMA)
     xq1 = channels(sq, 1, MMA)
     # block 0
-    K = wide(channels(sk, 0, MMA)) * gl.expand_dims(rk0, 0)
-    Q = wide(channels(sq, 0, MMA)) * gl.expand_dims(rq0, 0)
+    K = wide(channels(sk, 0, MMA)) * of_tokens(sr, 1, 0, TK)
+    Q = wide(channels(sq, 0, MMA)) * (of_tokens(sr, 0, 0, TK) * scale)
     A = product(ga0, tri, zero, False) + shift
     x = ex2(A)
     Q = Q * x
-    yo = K * ex2(0.0 - A)
+    yo = K * (of_tokens(sr, 2, 0, TK) * ex2(0.0 - A))
     K = K * x
     if SCORES:
         s0 = scores_of(sx0, sy0, Q, K, yo, SC)
@@ -192,14 +213,14 @@ def kda_prep(
     stage(sq, 0, Q * down)
     stage(sk, 0, yo * e1)
     # block 1, whose pairs with block 0 share its left operand
-    K = wide(xk1) * gl.expand_dims(rk1, 0)
-    Q = wide(xq1) * gl.expand_dims(rq1, 0)
+    K = wide(xk1) * of_tokens(sr, 1, 1, TK)
+    Q = wide(xq1) * (of_tokens(sr, 0, 1, TK) * scale)
     A = product(ga1, tri, zero, False) + shift
     if SCORES:
         s0 = warpgroup_mma_wait(0, deps=[s0])
     x = ex2(A)
     Q = Q * x
-    y = K * ex2(0.0 - A)
+    y = K * (of_tokens(sr, 2, 1, TK) * ex2(0.0 - A))
     K = K * x
     if SCORES:
         stage(sy0, 0, yo * down)
@@ -217,10 +238,10 @@ def kda_prep(
     if SCORES:
         aqk += b.to(gl.int64) * (C * C)
         akk += b.to(gl.int64) * (C * C)
-        put_score(aqk, akk, s0, 0, 0, True, SC)
-        put_score(aqk, akk, gl.zeros([64, 32], gl.float32, SC), 0, 32, False, SC)
+        put_score(aqk, akk, causal(s0, sr.slice(3 * C, 32), SC), 0, 0, SC)
+        put_score(aqk, akk, gl.zeros([64, 32], gl.float32, SC), 0, 32, SC)
         s1, s2 = warpgroup_mma_wait(0, deps=[s1, s2])
-        put_score(aqk, akk, s1, 32, 32, True, SC)
-        put_score(aqk, akk, s2, 32, 0, False, SC)
+        put_score(aqk, akk, causal(s1, sr.slice(3 * C + 32, 32), SC), 32, 32, SC)
+        put_score(aqk, akk, s2, 32, 0, SC)
     tma.store_wait(0)
     dismiss(rings, 1)

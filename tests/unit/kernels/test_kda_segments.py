@@ -42,7 +42,7 @@ def algebra(monkeypatch: pytest.MonkeyPatch) -> None:
         _, _, v, z, _, A_log, dt_bias = inputs
         x = operands(inputs, call)
         o, do, v, dv = (stages.to_chunks(y, call.borders) for y in (o, do, v, dv))
-        sc = stages.score(o, v, x["bl"], do, us, dv)
+        sc = stages.score(o, v, x["beta"], do, us, dv)
         dq, dk, dz = stages.gradient(
             x["q"], x["k"], x["g"], BOUND, do, us, dv, hs, dhs, sc, x["rq"], x["rk"], x["s"], torch.ones(1)
         )

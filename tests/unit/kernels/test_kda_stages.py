@@ -40,4 +40,4 @@ def test_stages_give_the_recurrence_and_its_gradients(regime: str, rounding) -> 
     for name, ref in zip(NAMES, (o, final, *want), strict=True):
         error = float((got[name] - ref).norm() / ref.norm())
         # the row sums and the gate's gradient cancel: bf16 operands must not be amplified
-        assert error < (1e-10 if rounding is stages.keep else 5e-2 if name == "dA_log" else 1.5e-2), name
+        assert error < (1e-10 if rounding is stages.keep else 3e-2 if name == "dA_log" else 8e-3), name
