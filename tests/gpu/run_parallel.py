@@ -30,23 +30,27 @@ from k3train.config.compose import compose
 from k3train.config.schema import Device, Model, Optim, Parallel, Recompute
 
 MICROS = 4
-SHAPE = [
-    "model=k3_proxy",
-    *(f"model.{each}" for each in ("num_layers=6", "mla_layers=[3,5]", "hidden_size=1024", "num_heads=8")),
-    *(f"model.{each}" for each in ("vocab_size=8192", "dense_ffn_size=2048", "attn_res.block_layers=2")),
-    *(
-        f"model.moe.{each}"
-        for each in ("num_experts=16", "top_k=4", "latent_size=512", "expert_ffn_size=512")
-    ),
-]
-SMALL = [
-    "hidden_size=64",
-    "num_heads=4",
-    "vocab_size=512",
-    "dense_ffn_size=64",
-    "kda.head_dim=16",
-    "moe.latent_size=32",
-]
+SHAPE = {
+    "num_layers": "6",
+    "mla_layers": "[3,5]",
+    "hidden_size": "1024",
+    "num_heads": "8",
+    "vocab_size": "8192",
+    "dense_ffn_size": "2048",
+    "attn_res.block_layers": "2",
+    "moe.num_experts": "16",
+    "moe.top_k": "4",
+    "moe.latent_size": "512",
+    "moe.expert_ffn_size": "512",
+}
+SMALL = {
+    "hidden_size": "64",
+    "num_heads": "4",
+    "vocab_size": "512",
+    "dense_ffn_size": "64",
+    "kda.head_dim": "16",
+    "moe.latent_size": "32",
+}
 LAYOUTS = {
     "ep2": Parallel(ep=2),
     "tp2": Parallel(tp=2),
@@ -59,8 +63,8 @@ LONG = "long sequence"
 
 def settings(small: bool) -> tuple[Model, int, int, int]:
     """Model, tokens of one micro-batch, tokens of the long sequence, steps."""
-    extra = [f"model.{each}" for each in SMALL] if small else []
-    model = compose([*SHAPE, *extra]).model
+    sizes = SHAPE | SMALL if small else SHAPE
+    model = compose(["model=k3_proxy", *(f"model.{key}={value}" for key, value in sizes.items())]).model
     return (model, 64, 256, 2) if small else (model, 4096, 262_144, 20)
 
 
