@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3train.kernels.adjacent import empty_beside
+from k3train.kernels.triton_math import sigmoid
 from k3train.kernels.triton_partial import add_up
 
 _CHANNELS = 512
@@ -165,7 +166,7 @@ def _conv_forward(
             place = tl.load(position + token, mask=inside, other=0)
             now = loaded[i].to(tl.float32)
             y = _convolve(now, seen, taps, place, W)
-            value = (y * tl.sigmoid(y)).to(out.dtype.element_ty)
+            value = (y * sigmoid(y)).to(out.dtype.element_ty)
             tl.store(out + token.to(tl.int64) * width, value, mask=ok & inside)
             seen = _push(now, seen, W)
 
@@ -226,7 +227,7 @@ def _conv_backward(
             place = tl.load(position + token, mask=token < tokens, other=0)
             now = loaded[i].to(tl.float32)
             y = _convolve(now, seen, taps, place, W)
-            s = tl.sigmoid(y)
+            s = sigmoid(y)
             d = sent[i].to(tl.float32) * (s + y * s * (1.0 - s))
             mine = tl.where(token < last, d, 0.0)
             sums, open_, complete = _send(d, mine, now, seen, taps, place, sums, open_, W)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.triton_math import exp
+
 _BLOCK = 4096
 
 
@@ -43,13 +45,15 @@ def _cross_entropy_statistics(logits, index, top, total, picked, V: tl.constexpr
     best = tl.full([BLOCK], -1.0e30, tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        x = tl.load(logits + start + column, mask=start + column < V, other=-1.0e30).to(tl.float32)
-        larger = tl.maximum(best, x)
-        sums = sums * tl.exp(best - larger) + tl.where(start + column < V, tl.exp(x - larger), 0.0)
-        best = larger
+        inside = start + column < V
+        x = tl.load(logits + start + column, mask=inside, other=-1.0e30).to(tl.float32)
+        # of the two exponentials, of the old maximum and of x over the new one, one is 1
+        e = exp(-tl.abs(x - best))
+        sums = tl.where(x > best, sums * e + 1.0, sums + tl.where(inside, e, 0.0))
+        best = tl.maximum(best, x)
     row_top = tl.max(best)
     tl.store(top + row, row_top)
-    tl.store(total + row, tl.sum(sums * tl.exp(best - row_top)))
+    tl.store(total + row, tl.sum(sums * exp(best - row_top)))
     tl.store(picked + row, tl.load(logits + tl.load(index + row)).to(tl.float32))
 
 
@@ -59,7 +63,7 @@ def _cross_entropy_gradient(logits, index, mine, normalizer, grad, v, BLOCK: tl.
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < v
     x = tl.load(logits + row * v + column, mask=inside, other=0.0).to(tl.float32)
-    p = tl.exp(x - tl.load(normalizer + row))
+    p = exp(x - tl.load(normalizer + row))
     hit = (column == tl.load(index + row)) & (tl.load(mine + row) != 0)
     d = (p - tl.where(hit, 1.0, 0.0)) * tl.load(grad + row)
     tl.store(logits + row * v + column, d.to(logits.dtype.element_ty), mask=inside)

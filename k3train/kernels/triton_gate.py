@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.triton_math import sigmoid
+
 _BLOCK = 2048
 """Channels that a program works on."""
 
@@ -48,7 +50,7 @@ def _gate_forward(x, x_stride, gate, gate_stride, out, channels, BLOCK: tl.const
     inside = channel < channels
     v = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * channels + channel, (v * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * channels + channel, (v * sigmoid(g)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def _gate_backward(
     inside = channel < channels
     d = tl.load(grad + row * grad_stride + channel, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(x + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
-    s = tl.sigmoid(tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32))
+    s = sigmoid(tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32))
     at = row * channels + channel
     tl.store(grad_x + at, (d * s).to(grad_x.dtype.element_ty), mask=inside)
     tl.store(grad_gate + at, (d * v * s * (1.0 - s)).to(grad_gate.dtype.element_ty), mask=inside)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3train.kernels.triton_math import sigmoid
 from k3train.kernels.triton_partial import add_up
 
 _ELEMENTS = 4096
@@ -61,7 +62,7 @@ def _gated_norm_forward(
     g = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + channel)[None, :]
     rate = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
-    tl.store(out + at, (v * rate * w * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (v * rate * w * sigmoid(g)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def _gated_norm_backward(
         d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         gate_at = (row // HEADS * gate_stride + row % HEADS * D)[:, None] + channel[None, :]
-        opening = tl.sigmoid(tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32))
+        opening = sigmoid(tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32))
         rate = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
         unit = v * rate
         along = d * opening

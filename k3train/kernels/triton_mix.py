@@ -10,6 +10,7 @@ one are taken; registers cannot hold that much. Legend: n tokens, w sources, c c
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -109,7 +110,12 @@ def _block(channels: int) -> tuple[int, int]:
 
 def _device(rows: Tensor) -> Any:
     """Properties of the GPU, or None where Triton's interpreter runs."""
-    return torch.cuda.get_device_properties(rows.device) if rows.is_cuda else None
+    return _properties(rows.device) if rows.is_cuda else None
+
+
+@cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 def _programs(rows: Tensor, each: int) -> int:

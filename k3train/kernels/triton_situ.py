@@ -12,9 +12,10 @@ from torch import Tensor
 
 from k3train.kernels.adjacent import empty_beside
 from k3train.kernels.rms_norm import as_rows
+from k3train.kernels.triton_math import exp2, reciprocal
 
-_BLOCK, _ELEMENTS = 256, 1024
-"""Channels and, times rows, elements that a program works on at once."""
+_BLOCK, _ELEMENTS = 512, 1024
+"""Most channels and, times rows, elements that a program works on at once."""
 
 
 def forward(gate: Tensor, up: Tensor, gate_cap: float, up_cap: float, weight: Tensor | None) -> Tensor:
@@ -52,7 +53,8 @@ def backward(
 
 
 def _tile(channels: int) -> tuple[int, int]:
-    block = min(_BLOCK, triton.next_power_of_2(channels))
+    """Channels and rows; 512 channels only where none of them are idle."""
+    block = _BLOCK if channels % _BLOCK == 0 else min(_BLOCK // 2, triton.next_power_of_2(channels))
     return block, _ELEMENTS // block
 
 
@@ -67,7 +69,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 def _tanh(x, inverse_cap):
     """n, d and e of tanh(|x| / cap) = n / d."""
     size = tl.abs(x) * inverse_cap
-    e = tl.exp2(size * (-2.0 * _LOG2_E))
+    e = exp2(size * (-2.0 * _LOG2_E))
     d = 1.0 + e
     # 1 - e has no digits left for small x, where tanh(x) = x to 5e-6
     return tl.where(size < 0.00390625, size * d, 1.0 - e), d, e
@@ -76,15 +78,8 @@ def _tanh(x, inverse_cap):
 @triton.jit
 def _sigmoid(x):
     """n, d and e of sigmoid(x) = n / d."""
-    e = tl.exp2(tl.abs(x) * (-_LOG2_E))
+    e = exp2(tl.abs(x) * (-_LOG2_E))
     return tl.where(x < 0, e, 1.0), 1.0 + e, e
-
-
-@triton.jit
-def _reciprocal(x):
-    """1 / x for x in [1, 8], in two instructions."""
-    root = tl.rsqrt(x)
-    return root * root
 
 
 @triton.jit
@@ -121,7 +116,7 @@ def _situ_forward(
     n_g, d_g, _ = _tanh(g, 1.0 / gate_cap)
     n_s, d_s, _ = _sigmoid(g)
     n_u, d_u, _ = _tanh(u, 1.0 / up_cap)
-    y = _signed(_signed(n_g * n_s * n_u, g), u) * _reciprocal(d_g * d_s * d_u) * scale
+    y = _signed(_signed(n_g * n_s * n_u, g), u) * reciprocal(d_g * d_s * d_u) * scale
     tl.store(out + row * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -160,7 +155,7 @@ def _situ_backward(
         n_g, d_g, e_g = _tanh(g, 1.0 / gate_cap)
         n_s, d_s, e_s = _sigmoid(g)
         n_u, d_u, e_u = _tanh(u, 1.0 / up_cap)
-        inverse_g, inverse_s, inverse_u = _reciprocal(d_g), _reciprocal(d_s), _reciprocal(d_u)
+        inverse_g, inverse_s, inverse_u = reciprocal(d_g), reciprocal(d_s), reciprocal(d_u)
         tanh_g, tanh_u = _signed(n_g * inverse_g, g), _signed(n_u * inverse_u, u)
         sigmoid_g, rest = n_s * inverse_s, tl.where(g < 0, 1.0, e_s) * inverse_s
         slope_g = e_g * inverse_g * inverse_g + tanh_g * rest * (0.25 * gate_cap)
