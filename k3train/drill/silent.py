@@ -24,9 +24,9 @@ from k3train.drill.bench import Bench, read_trained
 from k3train.drill.row import Row, Seen
 from k3train.drill.tiny import LAYOUTS
 from k3train.drill.waiting import meanwhile, pid_of_fault, wait_for
-from k3train.train.examine import RECORDS
 from k3train.train.signals import EXIT_DONE, EXIT_HARDWARE
 from k3train.train.supervisor import EVENTS
+from k3train.train.verdict import RECORDS
 
 TWO, THREE, FOUR = LAYOUTS
 NODE = Path(k3train.__path__[0]).parent / "launch" / "node.py"

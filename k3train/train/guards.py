@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -39,9 +39,9 @@ class Finding:
     """What is wrong with a step, and what is done about it."""
 
     kind: str
-    """nonfinite or spike."""
+    """nonfinite, spike, or replay: nothing but that the step repeats differently."""
     quantity: str
-    """loss or gradient norm."""
+    """loss, gradient norm, or step for a replay."""
     value: float
     usual: float | None = None
     """Median of the window; None for nonfinite."""
@@ -125,6 +125,17 @@ def judge(settings: Guards, state: GuardState, loss: float, norm: float) -> Find
                 kind="spike", quantity=quantity, value=value, usual=usual, score=score, action=action
             )
     return None
+
+
+def overruled(finding: Finding | None, loss: float) -> Finding:
+    """The finding on a step of this loss that came out differently when it was computed again.
+
+    It is never an update: the run stops where it would have gone on from such a step. A step that updates
+    nothing all the same stays what it is.
+    """
+    if finding is None:
+        return Finding(kind="replay", quantity="step", value=loss, action=Action.stop)
+    return replace(finding, action=Action.stop) if finding.action is Action.update else finding
 
 
 def _score(value: float, window: list[float], least_spread: float) -> float:

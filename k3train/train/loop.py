@@ -15,7 +15,6 @@ from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 from k3train.faults import point
 from k3train.optim.build import reload_master_weights
 from k3train.train.evaluate import eval_contexts, evaluate
-from k3train.train.examine import TrainingError, Verdict
 from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress, is_due
@@ -26,6 +25,7 @@ from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
 from k3train.train.step import rehearse, train_step
 from k3train.train.stragglers import Pace
+from k3train.train.verdict import TrainingError, Verdict
 from k3train.train.watchdog import Watchdog
 
 

@@ -21,12 +21,12 @@ from k3train.monitor.record import BalanceRecord, EvalRecord, StepRecord
 from k3train.plan.borders import pipeline_bytes
 from k3train.train.balance import Balance
 from k3train.train.evaluate import HeldoutLoss
-from k3train.train.examine import Verdict
 from k3train.train.guards import Action
 from k3train.train.progress import Progress, is_due
 from k3train.train.resume import record_start
 from k3train.train.setup import StageSetup
 from k3train.train.step import StepResult
+from k3train.train.verdict import Verdict
 
 
 class Report:

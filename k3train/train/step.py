@@ -19,12 +19,13 @@ from k3train.optim.build import (
 )
 from k3train.optim.schedule import learning_rate
 from k3train.train.balance import Balance, look_closer_if_due, settle
-from k3train.train.examine import Verdict, examine, examine_state
+from k3train.train.examine import examine, examine_state
 from k3train.train.guards import Action
 from k3train.train.progress import Progress
 from k3train.train.schedule import agree, run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup, gradients, moments, weights
 from k3train.train.stragglers import Slowest
+from k3train.train.verdict import Verdict
 
 
 @dataclass(kw_only=True, slots=True)

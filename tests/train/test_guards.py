@@ -43,7 +43,7 @@ def _train(rank: int, run: Run, plan: str) -> dict[str, Any]:
     os.environ[PLAN_VARIABLE] = plan
     plan_from_environment()
     from k3train.train import loop
-    from k3train.train.examine import TrainingError
+    from k3train.train.verdict import TrainingError
 
     seen: list[tuple[int, str, bool]] = []
     step_as_it_is = loop.train_step
@@ -181,3 +181,24 @@ def test_step_that_repeats_differently_is_caught_by_computing_it_twice(tmp_path:
         train_with(each, [])
     assert losses(quiet) == losses(plain)
     assert found(quiet) == {}
+
+
+def test_hardware_that_fails_in_a_spike_ends_the_run_that_would_only_warn(tmp_path: Path) -> None:
+    grows = {"point": "step.backward", "kind": "scale", "factor": 1e6, "rank": 1, "tensor": "embedding"}
+    run = guarded_run(tmp_path, replay_every_steps=3)
+    one, other = train_with(run, [{**grows, "step": 12}])
+    assert one == other
+    assert one["code"] == 16
+    assert one["seen"][-1] == (12, "stop", True)
+    assert "gradient norm is" in one["message"]
+    assert "suspect the hardware: rank 1 is suspected" in one["message"]
+    finding = found(run)[12]
+    assert (finding["action"], finding["suspects"]) == ("stop", [1])
+    assert json.loads(Path(finding["record"]).read_text())["kind"] == "spike"
+
+    alike = guarded_run(tmp_path, "alike", replay_every_steps=3)
+    one, other = train_with(alike, [{**grows, "step": 12, "times": 0}])
+    assert one == other
+    assert one["code"] == 0
+    assert found(alike)[12]["action"] == "warn"
+    assert [action for *_, action, _ in one["seen"]] == ["update"] * STEPS

@@ -10,7 +10,7 @@ import pytest
 
 from k3train.config.schema import Guards, OnNonFinite, OnSpike
 from k3train.parallel.layout import Layout
-from k3train.train.guards import MIN_HISTORY, Action, GuardState, judge
+from k3train.train.guards import MIN_HISTORY, Action, GuardState, judge, overruled
 from k3train.train.left_out import LeftOut
 from k3train.train.stragglers import IN_A_ROW, Pace, Slowest, slowest
 from k3train.train.watchdog import Report, who_is_behind
@@ -47,6 +47,16 @@ def test_nonfinite_is_found_from_the_first_step_on(value: float) -> None:
     stopped = judge(Guards(), state, value, 1.0)
     assert stopped is not None
     assert stopped.action is Action.stop
+
+
+@pytest.mark.parametrize("spike", OnSpike)
+def test_no_step_that_came_out_differently_is_an_update(spike: OnSpike) -> None:
+    state = GuardState(losses=[1.0] * MIN_HISTORY, norms=[1.0] * MIN_HISTORY)
+    found = judge(Guards(spike=spike), state, 1.0, 1e6)
+    after = overruled(found, 1.0)
+    assert after.kind == ("replay" if spike is OnSpike.off else "spike")
+    keeps = spike in (OnSpike.skip, OnSpike.rollback)
+    assert after.action is (Action(spike.value) if keeps else Action.stop)
 
 
 def test_what_a_checkpoint_keeps_decides_the_same_and_a_stage_starts_anew() -> None:
