@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from k3train.curriculum.stages import StagePlan
-from k3train.data.batch import MicroBatch, join_batches
+from k3train.data.batch import IGNORE, MicroBatch, join_batches
 from k3train.data.heldout import heldout
 from k3train.faults import point
 from k3train.train.schedule import agree, run_micro_batches
@@ -55,22 +56,15 @@ def eval_contexts(setup: StageSetup) -> list[int]:
 
 def _heldout_loss(setup: StageSetup, name: str, context_tokens: int, stop: StopRequest) -> HeldoutLoss | None:
     started = time.monotonic()
-    buffers = _buffers(setup, name, context_tokens)
-    layout = setup.groups.layout
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
     _set_training(setup, False)
     try:
         with torch.no_grad():
-            # Expert-parallel peers of other data-parallel ranks must all take part in each forward pass, so
-            # every rank runs as many; a rank without a sequence of its own repeats one and does not count it.
-            for first in range(0, len(buffers), layout.dp):
+            for host in _passes(setup, name, context_tokens):
                 point("eval.batch")
                 if any_wants_stop(stop, setup.device):
                     return None
-                index = first + setup.groups.dp_rank
-                part = run_micro_batches(setup, [buffers[index % len(buffers)]], backward=False)
-                if index < len(buffers):
-                    sums += part
+                sums += run_micro_batches(setup, host, backward=False)
     finally:
         _set_training(setup, True)
     agreed = agree(setup, sums)
@@ -83,17 +77,35 @@ def _heldout_loss(setup: StageSetup, name: str, context_tokens: int, stop: StopR
     )
 
 
-def _buffers(setup: StageSetup, name: str, context_tokens: int) -> list[MicroBatch]:
-    """Held-out sequences, joined up to the size of the stage's micro-batches; all of one length."""
-    stage = setup.plan.stage
-    together = max(1, stage.micro_batch_sequences * stage.context_tokens // context_tokens)
+def _passes(setup: StageSetup, name: str, context_tokens: int) -> list[list[MicroBatch]]:
+    """What this rank hands the pipeline, pass by pass: the held-out sequences, in buffers of one length that
+    is at most that of the stage's micro-batches, or of one sequence.
+
+    Which sequences count depends on the run's ``eval_tokens`` and the context length alone. Expert-parallel
+    peers of other data-parallel ranks must all take part in each pass, and the interleaved schedule takes
+    buffers in groups of pp: a sequence that does not count fills what is left over.
+    """
+    layout, stage = setup.groups.layout, setup.plan.stage
     wanted = -(-setup.run.curriculum.eval_tokens // context_tokens)
-    together = min(together, wanted)
-    sequences = heldout(setup.run, name, context_tokens, -(-wanted // together) * together)
-    whole = len(sequences) - len(sequences) % together
-    if whole == 0:
-        together, whole = 1, len(sequences)
-    return [join_batches(sequences[i : i + together]) for i in range(0, whole, together)]
+    sequences = heldout(setup.run, name, context_tokens, wanted)
+    group = layout.pp if layout.vp > 1 else 1
+    buffers = layout.dp * group
+    most = max(1, stage.micro_batch_sequences * stage.context_tokens // context_tokens)
+    passes = -(-len(sequences) // (most * buffers))
+    together = -(-len(sequences) // (passes * buffers))
+    sequences += [_uncounted(sequences[-1])] * (passes * buffers * together - len(sequences))
+    joined = [join_batches(sequences[i : i + together]) for i in range(0, len(sequences), together)]
+    first = setup.groups.dp_rank * group
+    return [joined[i : i + group] for i in range(first, len(joined), buffers)]
+
+
+def _uncounted(sequence: MicroBatch) -> MicroBatch:
+    """The sequence with nothing to predict in it."""
+    return replace(
+        sequence,
+        labels=np.full_like(sequence.labels, IGNORE),
+        labels_mtp=np.full_like(sequence.labels_mtp, IGNORE),
+    )
 
 
 def _set_training(setup: StageSetup, training: bool) -> None:
