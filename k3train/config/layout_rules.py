@@ -7,10 +7,20 @@ from collections.abc import Callable, Iterator
 from k3train.config.merge import even_split
 from k3train.config.nearest import choices, divisors, multiples
 from k3train.config.problems import ConfigProblem
-from k3train.config.schema import Model, Parallel, Recompute
+from k3train.config.schema import Model, Parallel, Recompute, Stage
 
 KeyOf = Callable[[str], str]
 """Full key of a field of Parallel: the stage's when the stage sets it, else the run's."""
+
+
+def key_of_stage(name: str, stage: Stage) -> KeyOf:
+    """Which key a degree of stage ``name`` comes from."""
+
+    def key_of(field: str) -> str:
+        own = getattr(stage.parallel, field) is not None
+        return f"curriculum.stages.{name}.parallel.{field}" if own else f"parallel.{field}"
+
+    return key_of
 
 
 def layout_problems(model: Model, parallel: Parallel, world: int, key_of: KeyOf) -> Iterator[ConfigProblem]:

@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from itertools import pairwise
 from typing import cast
 
 from k3train.config.build import to_plain
+from k3train.config.context_rules import context_problems
 from k3train.config.fp8_rules import fp8_problems
 from k3train.config.keys import closest_word, follow, suggest_key
-from k3train.config.layout_rules import layout_problems, offload_problems
+from k3train.config.layout_rules import key_of_stage, layout_problems, offload_problems
 from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
 from k3train.config.problems import ConfigProblem
@@ -266,23 +266,6 @@ def _order(run: Run) -> Problems:
             yield ConfigProblem(key, order, rule, fix, "curriculum.unused-stage")
 
 
-def _growing_contexts(run: Run) -> Problems:
-    """Long documents are drawn for long contexts; a shorter one behind would cut them up."""
-    stages = [
-        (name, run.curriculum.stages[name]) for name in run.curriculum.order if name in run.curriculum.stages
-    ]
-    for (before, shorter), (name, stage) in pairwise(stages):
-        if stage.context_tokens < shorter.context_tokens:
-            yield ConfigProblem(
-                f"curriculum.stages.{name}.context_tokens",
-                stage.context_tokens,
-                f"is less than the {shorter.context_tokens} of {before}, the stage before",
-                "Order the stages by context in curriculum.order",
-                "stage.shrinking-context",
-                ("curriculum.order", f"curriculum.stages.{before}.context_tokens"),
-            )
-
-
 def _mixes(run: Run) -> Problems:
     sources = run.data.sources
     for stage_name, stage in run.curriculum.stages.items():
@@ -321,9 +304,8 @@ def _mtp_weights(run: Run) -> Problems:
 def _layouts(run: Run) -> Problems:
     """Each stage's degrees against the model and the world; the run's own when there is no stage."""
     for name, stage in run.curriculum.stages.items():
-        yield from layout_problems(
-            run.model, stage_parallel(run.parallel, stage.parallel), world_size(run), _key_of(name, stage)
-        )
+        parallel = stage_parallel(run.parallel, stage.parallel)
+        yield from layout_problems(run.model, parallel, world_size(run), key_of_stage(name, stage))
     if not run.curriculum.stages:
         yield from layout_problems(
             run.model, run.parallel, world_size(run), lambda field: f"parallel.{field}"
@@ -356,7 +338,7 @@ def _stage_sizes(run: Run) -> Problems:
 def _stage_size(run: Run, stage: Stage, parallel: Parallel, name: str) -> Problems:
     """Tokens into batches, batches into sequences, sequences into micro-batches, tokens over ranks."""
     at = f"curriculum.stages.{name}"
-    key_of = _key_of(name, stage)
+    key_of = key_of_stage(name, stage)
     context, batch = f"{at}.context_tokens", f"{at}.batch_tokens"
     shards = parallel.cp * parallel.tp
     if stage.context_tokens % shards:
@@ -466,14 +448,6 @@ def _hang_limits(run: Run) -> Problems:
         )
 
 
-def _key_of(name: str, stage: Stage) -> Callable[[str], str]:
-    def key_of(field: str) -> str:
-        own = getattr(stage.parallel, field) is not None
-        return f"curriculum.stages.{name}.parallel.{field}" if own else f"parallel.{field}"
-
-    return key_of
-
-
 RULES: tuple[Callable[[Run], Problems], ...] = (
     _secrets,
     _names,
@@ -489,7 +463,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _order,
     _mixes,
     _mtp_weights,
-    _growing_contexts,
+    context_problems,
     _layouts,
     _stage_sizes,
     fp8_problems,

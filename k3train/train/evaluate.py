@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,28 +47,34 @@ def evaluate(setup: StageSetup, contexts: list[int], stop: StopRequest) -> tuple
     return losses, False
 
 
-def eval_contexts(setup: StageSetup) -> list[int]:
-    """Context lengths that a stage evaluates: its own and, if the run says so, the next one's."""
-    contexts = [setup.plan.stage.context_tokens]
+def context_ahead(setup: StageSetup) -> int | None:
+    """Tokens of the next stage's context, at which this one evaluates too; None when it does not."""
     following: list[StagePlan] = setup.table[setup.plan.index + 1 :]
-    if setup.run.curriculum.eval_one_ahead and following:
-        contexts.append(following[0].stage.context_tokens)
-    return contexts
+    if not setup.run.curriculum.eval_one_ahead or not following:
+        return None
+    return following[0].stage.context_tokens
+
+
+def rehearse_ahead(setup: StageSetup) -> None:
+    """Run the first pass of an evaluation at the next stage's context length, if its buffers are longer than
+    a step's, and keep nothing: what does not fit in memory fails here. Every rank must call this."""
+    stage, context = setup.plan.stage, context_ahead(setup)
+    if context is None or context <= stage.micro_batch_sequences * stage.context_tokens:
+        return
+    for name in list(setup.run.data.heldout)[:1]:
+        with _frozen(setup):
+            run_micro_batches(setup, _passes(setup, name, context)[0], backward=False)
 
 
 def _heldout_loss(setup: StageSetup, name: str, context_tokens: int, stop: StopRequest) -> HeldoutLoss | None:
     started = time.monotonic()
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
-    _set_training(setup, False)
-    try:
-        with torch.no_grad():
-            for host in _passes(setup, name, context_tokens):
-                point("eval.batch")
-                if any_wants_stop(stop, setup.device):
-                    return None
-                sums += run_micro_batches(setup, host, backward=False)
-    finally:
-        _set_training(setup, True)
+    with _frozen(setup):
+        for host in _passes(setup, name, context_tokens):
+            point("eval.batch")
+            if any_wants_stop(stop, setup.device):
+                return None
+            sums += run_micro_batches(setup, host, backward=False)
     agreed = agree(setup, sums)
     return HeldoutLoss(
         heldout=name,
@@ -108,6 +116,14 @@ def _uncounted(sequence: MicroBatch) -> MicroBatch:
     )
 
 
-def _set_training(setup: StageSetup, training: bool) -> None:
+@contextmanager
+def _frozen(setup: StageSetup) -> Iterator[None]:
+    """Passes leave no trace: no gradients, and routers count nothing."""
     for chunk in setup.chunks:
-        chunk.train(training)
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in setup.chunks:
+            chunk.train()

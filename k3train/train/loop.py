@@ -14,7 +14,7 @@ from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 from k3train.faults import point
 from k3train.optim.build import reload_master_weights
-from k3train.train.evaluate import eval_contexts, evaluate
+from k3train.train.evaluate import context_ahead, evaluate, rehearse_ahead
 from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress, is_due
@@ -56,6 +56,7 @@ def train(run: Run, device: torch.device) -> int:
                 restore(setup, progress, latest)
             point("setup.restored")
             rehearse(setup, progress)
+            rehearse_ahead(setup)
             report.stage_started(setup, progress, latest)
             if progress.step == 0:  # where the first stage's held-out loss falls from
                 watch.enter("evaluation", 0)
@@ -117,10 +118,12 @@ def train_stage(
                 saver.finish()
                 return None, Ended.sent_back
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
+        evaluates = ended or is_due(progress.step, run.curriculum.eval_every_steps)
+        path, ahead = None, context_ahead(setup)
         with report.meter.pause():
-            if ended or is_due(progress.step, run.curriculum.eval_every_steps):
+            if evaluates:
                 watch.enter("evaluation", progress.step)
-                stopping |= measure(setup, progress, report, stop, eval_contexts(setup))
+                stopping |= measure(setup, progress, report, stop, [plan.stage.context_tokens])
             if ended or stopping or is_due(progress.step, run.checkpoint.every_steps):
                 how = saver.save_now if ended or stopping else saver.save
                 beside = how == saver.save and run.checkpoint.asynchronous
@@ -131,8 +134,14 @@ def train_stage(
                     report.stage_ended(setup, progress)
                 # Asked to stop while saving: what was just saved is enough.
                 stopping = stopping or (path is not None and any_wants_stop(stop, setup.device))
-                if ended or stopping:
-                    return path, Ended.asked if stopping else Ended.through
+            # Behind the save: should the longer context fail, nothing that is trained is lost.
+            if evaluates and ahead is not None and not stopping:
+                watch.enter("evaluation", progress.step)
+                stopping = measure(setup, progress, report, stop, [ahead])
+                if stopping and path is None:
+                    path = saver.save_now(setup, progress, milestone=ended)
+            if ended or stopping:
+                return path, Ended.asked if stopping else Ended.through
 
 
 def measure(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 
 from k3train.config.rules import check
+from k3train.config.schema import Run
 from k3train.data.batch import MicroBatch
 from k3train.data.heldout import heldout
 from k3train.train.evaluate import _passes
-from tests.train.runs import make_run, records, train_run
+from tests.ranks import RanksFailed, run_ranks
+from tests.train.runs import make_run, records, train_rank, train_run
 
 
 def _setup(folder: Path, micro_batch_sequences: int, **degrees: int) -> Any:
@@ -66,3 +70,79 @@ def test_a_pipeline_of_virtual_chunks_evaluates_like_one_rank(tmp_path: Path) ->
         assert [each[name] for each in found] == [each[name] for each in expected], name
     of_these_weights = next(each["loss"] for each in expected if each["step"] == 12)
     assert found[0]["loss"] == pytest.approx(of_these_weights, rel=1e-6)
+
+
+def _ends_when_it_looks_ahead(rank: int, run: Run) -> int:
+    from k3train.train import evaluate
+
+    measure = evaluate._heldout_loss
+
+    def measured(setup: Any, name: str, context_tokens: int, stop: Any) -> Any:
+        if context_tokens > setup.plan.stage.context_tokens:
+            raise RuntimeError("the longer context does not fit")
+        return measure(setup, name, context_tokens, stop)
+
+    evaluate._heldout_loss = measured
+    return train_rank(rank, run)
+
+
+def test_a_failure_one_stage_ahead_costs_nothing_that_is_trained(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.checkpoint.every_steps = 0
+    with pytest.raises(RanksFailed, match="the longer context does not fit"):
+        run_ranks(1, _ends_when_it_looks_ahead, run, timeout=100)
+    assert [(e["step"], e["context_tokens"]) for e in records(run, "eval")] == [(0, 128), (12, 128)]
+    assert train_run(run) == [0]
+    again = [r["step"] for r in records(run, "step") if r["attempt"] == 2]
+    assert again == list(range(13, 19))
+
+
+def _stopped_ahead(rank: int, run: Run) -> int:
+    from k3train.train import evaluate
+
+    measure = evaluate._heldout_loss
+
+    def measured(setup: Any, name: str, context_tokens: int, stop: Any) -> Any:
+        if context_tokens > setup.plan.stage.context_tokens:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return measure(setup, name, context_tokens, stop)
+
+    evaluate._heldout_loss = measured
+    return train_rank(rank, run)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_stop_while_looking_ahead_leaves_a_checkpoint_of_its_step(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    run = make_run(tmp_path)
+    run.checkpoint.asynchronous = asynchronous
+    # A save is due at the first's step; the last is the stage's end.
+    for every_evaluation, step in ((4, 4), (6, 6), (0, 12)):
+        run.dir = str(tmp_path / f"run {every_evaluation}")
+        run.curriculum.eval_every_steps = every_evaluation
+        assert run_ranks(1, _stopped_ahead, run, timeout=100) == [75]
+        assert max(r["step"] for r in records(run, "step")) == step
+        assert (Path(run.dir) / "checkpoints" / f"step_{step:08d}").is_dir()
+        assert [(e["step"], e["context_tokens"]) for e in records(run, "eval")][1:] == [(step, 128)]
+
+
+def _fails_beyond_a_step(rank: int, run: Run) -> int:
+    from k3train.train import schedule
+
+    to_device = schedule.to_device
+
+    def smaller(batch: MicroBatch, **how: Any) -> Any:
+        if len(batch.tokens) > 128:
+            raise RuntimeError("out of memory")
+        return to_device(batch, **how)
+
+    schedule.to_device = smaller
+    return train_rank(rank, run)
+
+
+def test_what_does_not_fit_one_stage_ahead_fails_before_the_first_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(RanksFailed, match="out of memory"):
+        run_ranks(1, _fails_beyond_a_step, run, timeout=100)
+    assert records(run, "step") == records(run, "eval") == []
