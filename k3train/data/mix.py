@@ -105,6 +105,7 @@ class Stream:
         seed: int,
     ) -> None:
         self.name, self.max_epochs = name, max_epochs
+        self.corpus_fingerprint = corpus_fingerprint
         self._inputs = {"corpus": corpus_fingerprint, "min_document_tokens": min_document_tokens}
         self._key = (seed, name, corpus_fingerprint)
         self._lengths = lengths

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch, Piece
+from k3train.data.bookmark import bookmark
 from k3train.data.corpus import Corpus
 from k3train.data.mix import Stream
-from k3train.data.plan import StageOrder
+from k3train.data.plan import Mark, StageOrder
 from k3train.data.prefetch import Prefetch
 from k3train.data.sources import assemble, open_corpora, stage_orders
 from k3train.faults import point
@@ -36,10 +38,15 @@ class StageData:
     """The micro-batches of one stage, addressable in any order by any rank. Create with ``open_data``."""
 
     def __init__(
-        self, corpora: dict[str, Corpus], order: StageOrder, stage: StagePlan, prefetch_steps: int
+        self,
+        corpora: dict[str, Corpus],
+        order: StageOrder,
+        stage: StagePlan,
+        bookmark: Callable[[Mark], dict[str, Any]],
+        prefetch_steps: int,
     ) -> None:
         self._corpora, self._order, self.stage = corpora, order, stage
-        self._prefetch_steps = prefetch_steps
+        self._bookmark, self._prefetch_steps = bookmark, prefetch_steps
         self._pad = next(iter(corpora.values())).pad
 
     def fingerprint(self) -> str:
@@ -55,7 +62,7 @@ class StageData:
 
         They are not needed to resume; without them the sequences before are planned again.
         """
-        return {"stage": self.stage.name, **self._order.bookmark(step * self.stage.sequences_per_step)}
+        return self._bookmark(self._order.mark(step * self.stage.sequences_per_step))
 
     def micro_batches(self, dp_size: int) -> int:
         """Micro-batches of one step on one data-parallel rank; ValueError when it is not a whole number."""
@@ -138,12 +145,14 @@ class StageData:
 
 
 def open_data(
-    run: Run, table: Sequence[StagePlan], stage: StagePlan, bookmark: dict[str, Any] | None = None
+    run: Run, table: Sequence[StagePlan], stage: StagePlan, kept: dict[str, Any] | None = None
 ) -> StageData:
     """Open all sources, check that they hold enough text for the whole run, and place ``stage`` in it.
 
-    Every stage takes each source on from where the stage before it stopped. Raises ConfigError for settings
-    and CorpusError for files, or for a ``bookmark`` that was made with other text or settings.
+    Every stage takes each source on from where the stage before it stopped. A ``kept`` bookmark, of this
+    stage or one before, spares a long run the plan of what lies before it; steps before it are then out of
+    reach. Raises ConfigError for settings and CorpusError for files, or for a bookmark that was made with
+    other text or settings while ``resume.override`` accepts none.
     """
     corpora = open_corpora(run, {name: source.path for name, source in run.data.sources.items()}, "sources")
     try:
@@ -158,8 +167,10 @@ def open_data(
             )
             for name, source in run.data.sources.items()
         }
-        order = stage_orders(run, table, stage, streams, bookmark)[-1]
-        return StageData(corpora, order, stage, run.data.prefetch_steps)
+        order = stage_orders(run, table, stage, streams, kept)[-1]
+        return StageData(
+            corpora, order, stage, partial(bookmark, run, table, stage, streams), run.data.prefetch_steps
+        )
     except BaseException:
         for corpus in corpora.values():
             corpus.close()

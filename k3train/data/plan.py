@@ -42,6 +42,35 @@ class Window:
         return len(self.borders) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a window of a stage begins; an order of the same inputs goes on from it and plans none before."""
+
+    start: dict[str, Position]
+    """Where each source stood when the stage began."""
+    window: int
+    """The window's number in the stage."""
+    first_sequence: int
+    """The number of its first sequence in the stage."""
+    drawing: Drawing
+    """How far the stage had drawn."""
+
+    def values(self) -> dict[str, Any]:
+        """The mark as plain values."""
+        return {
+            "start": {name: at.values() for name, at in self.start.items()},
+            "window": self.window,
+            "first_sequence": self.first_sequence,
+            "drawing": self.drawing.values(),
+        }
+
+    @staticmethod
+    def of(values: dict[str, Any]) -> Mark:
+        """The mark that ``values`` came from. Raises KeyError, TypeError or ValueError for others."""
+        start = {name: Position.of(at) for name, at in values["start"].items()}
+        return Mark(start, values["window"], values["first_sequence"], Drawing.of(values["drawing"]))
+
+
 class StageOrder:
     """The sequences of one stage. Windows are made when first asked for; only where they begin is kept."""
 
@@ -64,7 +93,7 @@ class StageOrder:
         self._window_tokens = max(MIN_WINDOW_SEQUENCES * context_tokens, pack_window_tokens)
         self._seed = seed
         self._start = start
-        self._base = 0  # windows that a bookmark skips
+        self._base = 0  # windows that a mark skips
         self._marks = [Drawing(0.0, dict.fromkeys(self._names, 0), start)]
         self._first = [0]  # number of the first sequence of each window
         self._cache: tuple[int, Window] | None = None
@@ -95,23 +124,17 @@ class StageOrder:
         """sha256 of the inputs: ranks compare it at the start, a checkpoint keeps it."""
         return hashlib.sha256(json.dumps(self.inputs(), sort_keys=True).encode()).hexdigest()
 
-    def bookmark(self, sequences: int) -> dict[str, Any]:
-        """Plain values with which ``go_to`` takes a new order past so many sequences without making them."""
+    def mark(self, sequences: int) -> Mark:
+        """Where the window begins that holds the last of the first so many sequences."""
         with self._lock:
             index = self._find(max(sequences - 1, 0))
-            return {
-                "inputs": self.inputs(),
-                "start": {name: at.values() for name, at in self._start.items()},
-                "window": self._base + index,
-                "first_sequence": self._first[index],
-                "drawing": self._marks[index].values(),
-            }
+            return Mark(self._start, self._base + index, self._first[index], self._marks[index])
 
-    def go_to(self, bookmark: dict[str, Any]) -> None:
-        """Skip to a bookmark of an order with the same inputs; earlier sequences are then out of reach."""
-        self._base = bookmark["window"]
-        self._marks = [Drawing.of(bookmark["drawing"])]
-        self._first = [bookmark["first_sequence"]]
+    def go_to(self, mark: Mark) -> None:
+        """Skip to a mark of an order with the same inputs; earlier sequences are then out of reach."""
+        self._base = mark.window
+        self._marks = [mark.drawing]
+        self._first = [mark.first_sequence]
         self._cache = None
 
     def sequence(self, number: int) -> list[Piece]:
@@ -166,7 +189,7 @@ class StageOrder:
 
     def _find(self, number: int) -> int:
         """The place in the marks of a sequence's window, after making as many windows as it takes."""
-        assert number >= self._first[0], f"sequence {number} lies before the bookmark"
+        assert number >= self._first[0], f"sequence {number} lies before the mark"
         while self._first[-1] <= number:
             window, after = self._make(len(self._first) - 1)
             self._cache = (len(self._first) - 1, window)

@@ -9,12 +9,13 @@ from k3train.data.open import open_data
 
 
 def check_data(run: Run) -> None:
-    """Open every source and held-out corpus and plan every stage. Needs no GPU and no process group.
+    """Open every source and held-out corpus, and plan every stage where that takes seconds. Needs no GPU and
+    no process group.
 
     Raises ConfigError for settings and CorpusError for files, as training would.
     """
     table = stage_table(run)
-    open_data(run, table, table[-1]).close()
+    open_data(run, table, table[0]).close()
     for name in run.data.heldout:
         for plan in table:
             heldout(run, name, plan.stage.context_tokens, 1)

@@ -11,10 +11,12 @@ from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Run
 from k3train.curriculum.stages import StagePlan
 from k3train.data.batch import MicroBatch, Piece, join_pieces
+from k3train.data.bookmark import find_place
 from k3train.data.corpus import Corpus, file_sha256
 from k3train.data.indexed import CorpusError
 from k3train.data.mix import Exhausted, Position, Stream
-from k3train.data.plan import StageOrder, changed
+from k3train.data.plan import StageOrder
+from k3train.data.weights import stage_weights
 
 _EXACT_DOCUMENTS = 2_000_000
 """Up to so many documents in a run, text is counted by making the whole plan; beyond, by weights."""
@@ -59,75 +61,28 @@ def open_corpora(run: Run, paths: dict[str, str], group: str) -> dict[str, Corpu
     return corpora
 
 
-def stage_weights(run: Run, plan: StagePlan, streams: dict[str, Stream]) -> dict[str, float]:
-    """The mix of a stage; without one, sources in proportion to their text."""
-    key = f"curriculum.stages.{plan.name}.mix"
-    mix = plan.stage.mix or {name: float(stream.epoch_tokens) for name, stream in streams.items()}
-    problems = [
-        ConfigProblem(
-            key=f"{key}.{name}",
-            value=weight,
-            rule="names no source" if name not in streams else "is not a weight",
-            fix=f"Use a number from 0 on for one of: {', '.join(streams) or 'none, data.sources is empty'}",
-            id="data.mix",
-        )
-        for name, weight in mix.items()
-        if name not in streams or not 0 <= weight < math.inf
-    ]
-    used = {name: weight for name, weight in mix.items() if weight > 0}
-    problems += [
-        ConfigProblem(
-            key=f"data.sources.{name}.min_document_tokens",
-            value=run.data.sources[name].min_document_tokens,
-            rule=f"leaves no document of {run.data.sources[name].path}",
-            fix="Lower it, or take the source out of the mix",
-            id="data.no-documents",
-        )
-        for name in used
-        if name in streams and streams[name].epoch_tokens == 0
-    ]
-    if not used:
-        problems.append(
-            ConfigProblem(
-                key=key,
-                value=mix,
-                rule="gives no source any weight",
-                fix="Name at least one source of data.sources",
-                id="data.mix",
-            )
-        )
-    if problems:
-        raise ConfigError(problems)
-    return used
-
-
 def stage_orders(
     run: Run,
     table: Sequence[StagePlan],
     stage: StagePlan,
     streams: dict[str, Stream],
-    bookmark: dict[str, Any] | None = None,
+    kept: dict[str, Any] | None = None,
 ) -> list[StageOrder]:
     """The orders of the stages up to and with ``stage``, each going on where the one before it ends.
 
     Refuses a run whose stages, all of them, need more text than max_epochs allows. Up to a number of
     documents that takes seconds this is found by making the whole plan; beyond it, by comparing weights. Only
-    then a ``bookmark`` of the stage is used, and its order comes back alone.
+    then a ``kept`` bookmark is used: its stage's order is the first one, and begins at the bookmark.
     """
     weights = {plan.name: stage_weights(run, plan, streams) for plan in table}
-    wanted: dict[str, float] = dict.fromkeys(streams, 0.0)
-    for plan in table:
-        total = sum(weights[plan.name].values())
-        for name, weight in weights[plan.name].items():
-            wanted[name] += weight / total * plan.stage.tokens
-    used = [name for name in streams if wanted[name] > 0]
-    short = {name for name in used if wanted[name] > streams[name].allowed_tokens}
-    documents = sum(wanted[n] * streams[n].num_documents / streams[n].epoch_tokens for n in used)
+    wanted = _wanted(table, weights)
+    short = {name for name in wanted if wanted[name] > streams[name].allowed_tokens}
+    documents = sum(wanted[n] * streams[n].num_documents / streams[n].epoch_tokens for n in wanted)
     exact = documents <= _EXACT_DOCUMENTS
     if short and not exact:
         raise ConfigError([_too_little(streams[name], wanted[name]) for name in sorted(short)])
 
-    def place(plan: StagePlan, start: dict[str, Position]) -> StageOrder:
+    def order_of(plan: StagePlan, start: dict[str, Position]) -> StageOrder:
         return StageOrder(
             streams=streams,
             weights=weights[plan.name],
@@ -137,33 +92,32 @@ def stage_orders(
             start=start,
         )
 
-    if bookmark and bookmark["stage"] == stage.name and not exact:
-        order = place(stage, {name: Position.of(at) for name, at in bookmark["start"].items()})
-        _same_inputs(bookmark["inputs"], order.inputs(), stage)
-        order.go_to(bookmark)
-        return [order]
-    positions = {name: Position() for name in streams}
-    orders: list[StageOrder] = []
-    for plan in table:
-        order = place(plan, positions)
-        orders.append(order)
-        if plan.index == stage.index and not exact:
-            break
+    place = None if exact or kept is None else find_place(kept, run, table, stage, streams)
+    if place is None:
+        orders = [order_of(table[0], {name: Position() for name in streams})]
+    else:
+        orders = [order_of(place.stage, place.mark.start)]
+        orders[0].go_to(place.mark)
+    first = 0 if place is None else place.stage.index
+    for plan in table[first : None if exact else stage.index]:
         try:
-            positions = order.end(plan.steps * plan.sequences_per_step)
+            end = orders[-1].end(plan.steps * plan.sequences_per_step)
         except Exhausted as error:
             names = sorted({error.name, *short})
             raise ConfigError([_too_little(streams[name], wanted[name]) for name in names]) from None
-    return orders[: stage.index + 1]
+        if plan is not table[-1]:
+            orders.append(order_of(table[plan.index + 1], end))
+    return orders[: stage.index + 1 - first]
 
 
-def _same_inputs(before: dict[str, Any], now: dict[str, Any], stage: StagePlan) -> None:
-    names = changed(before, now)
-    if names:
-        raise CorpusError(
-            f"stage {stage.name} would go on with other text than it was trained on: {', '.join(names)} "
-            "changed since the checkpoint; restore the settings and corpora, or start a new run from it."
-        )
+def _wanted(table: Sequence[StagePlan], weights: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Tokens that all stages need of each source that any of them draws from, by their weights."""
+    wanted: dict[str, float] = {}
+    for plan in table:
+        total = sum(weights[plan.name].values())
+        for name, weight in weights[plan.name].items():
+            wanted[name] = wanted.get(name, 0.0) + weight / total * plan.stage.tokens
+    return wanted
 
 
 def _too_little(stream: Stream, wanted: float) -> ConfigProblem:

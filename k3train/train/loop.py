@@ -19,7 +19,7 @@ from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out
 from k3train.train.progress import Progress, is_due
 from k3train.train.report import Report
-from k3train.train.resume import check_text, go_on
+from k3train.train.resume import bookmark_of, check_text, go_on
 from k3train.train.saving import Saver, checkpoints
 from k3train.train.setup import StageSetup, build_stage, close_stage
 from k3train.train.signals import EXIT_DONE, EXIT_STOPPED, StopRequest, any_wants_stop, seconds_left
@@ -50,7 +50,7 @@ def train(run: Run, device: torch.device) -> int:
         while progress.tokens < total_tokens(table):
             watch.enter("setup", progress.step)
             plan = stage_at(table, progress.tokens)
-            setup = build_stage(run, table, plan, progress, device)
+            setup = build_stage(run, table, plan, progress, device, bookmark_of(latest))
             point("setup.built")
             with stop.pause():
                 restore(setup, progress, latest)

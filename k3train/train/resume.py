@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.config import history
 from k3train.config.build import Builder, to_plain
@@ -38,6 +39,7 @@ def train_state(setup: StageSetup, progress: Progress) -> dict[str, Any]:
             "corpora": _corpora(setup),
             "consumed_tokens": setup.data.consumed(stage_steps),
             "positions": setup.data.positions(stage_steps),
+            "bookmark": setup.data.bookmark(stage_steps),
         },
     }
 
@@ -67,6 +69,11 @@ def go_on(run: Run, state: dict[str, Any], checkpoint: Path) -> Progress:
     before, now = (total_tokens(stage_table(each)) for each in (trained, run))
     progress.bends = bend(progress.bends, before, now, progress.tokens)
     return progress
+
+
+def bookmark_of(checkpoint: Path | None) -> dict[str, Any] | None:
+    """The place in the text that ``checkpoint`` keeps, for ``build_stage``; older ones keep none."""
+    return None if checkpoint is None else read_train_state(checkpoint).get("data", {}).get("bookmark")
 
 
 def record_start(run: Run, progress: Progress, state: dict[str, Any] | None) -> dict[str, Any]:

@@ -60,10 +60,15 @@ class StageSetup:
 
 
 def build_stage(
-    run: Run, table: list[StagePlan], plan: StagePlan, progress: Progress, device: torch.device
+    run: Run,
+    table: list[StagePlan],
+    plan: StagePlan,
+    progress: Progress,
+    device: torch.device,
+    bookmark: dict[str, Any] | None = None,
 ) -> StageSetup:
-    """Build one stage of ``run`` in its own parallel layout, with data from ``progress`` on. Every rank must
-    call this.
+    """Build one stage of ``run`` in its own parallel layout, with data from ``progress`` on; the ``bookmark``
+    of the checkpoint that this progress was read from makes that quick. Every rank must call this.
 
     Weights are initialised from the run's seed; ``k3train.checkpoint`` replaces them when there is something
     to load.
@@ -78,7 +83,7 @@ def build_stage(
     chunks = [_wrap(module, index, scheduled, groups, device) for index, module in enumerate(modules)]
     optimizer = build_optimizer(run.optim, chunks, groups)
     scheduled.grad_scale_func = optimizer.scale_loss
-    data = open_data(run, table, plan)
+    data = open_data(run, table, plan, bookmark)
     first_step = progress.step - plan.start_step
     setup = StageSetup(
         run=run,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from k3train.config.compare import compare
 from k3train.config.schema import Curriculum, Data, Optim, Run, Schedule, Source, Stage
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
+from k3train.data.bookmark import bookmark
+from k3train.data.indexed import CorpusError
 from k3train.data.mix import Stream
 from k3train.data.sources import stage_orders
 from k3train.optim.schedule import bend, learning_rate
@@ -76,9 +80,8 @@ def trained(run: Run, steps: int) -> list[tuple]:
     return told[:steps]
 
 
-def text(run: Run, steps: int) -> list:
-    """The pieces of documents in each sequence of the first steps."""
-    streams = {
+def streams_of(run: Run) -> dict[str, Stream]:
+    return {
         name: Stream(
             name=name,
             corpus_fingerprint=name,
@@ -89,8 +92,12 @@ def text(run: Run, steps: int) -> list:
         )
         for name in run.data.sources
     }
+
+
+def text(run: Run, steps: int) -> list:
+    """The pieces of documents in each sequence of the first steps."""
     table = stage_table(run)
-    orders = stage_orders(run, table, table[-1], streams)
+    orders = stage_orders(run, table, table[-1], streams_of(run))
     return [
         order.sequence(number)
         for plan, order in zip(table, orders, strict=True)
@@ -106,6 +113,37 @@ def test_an_edit_is_accepted_exactly_when_it_rewrites_nothing(edit: tuple[Run, R
     assert bool(compare(old, new, trained_steps=steps).refused) is rewrites
     if not rewrites:
         assert text(old, steps) == text(new, steps)
+
+
+@settings(max_examples=150)
+@given(edits())
+def test_a_bookmark_is_taken_exactly_when_an_edit_rewrites_nothing(edit: tuple[Run, Run, int]) -> None:
+    old, new, steps = edit
+    if not steps:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("k3train.data.sources._EXACT_DOCUMENTS", 0)
+        patch.setattr("k3train.data.plan.MIN_WINDOW_SEQUENCES", 2)
+        table = stage_table(old)
+        plan = next(plan for plan in table if steps <= plan.end_step)
+        streams = streams_of(old)
+        sequences = (steps - plan.start_step) * plan.sequences_per_step
+        mark = stage_orders(old, table, plan, streams)[-1].mark(sequences)
+        kept = json.loads(json.dumps(bookmark(old, table, plan, streams, mark)))
+        rewrites = trained(old, steps) != trained(new, steps)
+        table = stage_table(new)
+        for stage in table:
+            if stage.end_step <= steps and stage is not table[-1]:
+                continue
+            taken = None
+            with contextlib.suppress(CorpusError):
+                taken = stage_orders(new, table, stage, streams, kept)[-1]
+            assert (taken is None) is rewrites
+            if taken is not None:
+                planned = stage_orders(new, table, stage, streams)[-1]
+                first = sequences if stage.name == plan.name else 0
+                numbers = range(first, stage.steps * stage.sequences_per_step)
+                assert [*map(taken.sequence, numbers)] == [*map(planned.sequence, numbers)]
 
 
 @settings(max_examples=100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from k3train.data.corpus import Corpus
 from k3train.data.heldout import heldout
 from k3train.data.indexed import CorpusError
 from k3train.data.open import StageData, open_data
-from k3train.data.plan import StageOrder, changed
+from k3train.data.plan import changed
 from k3train.data.prefetch import Prefetch
 from tests.unit.data.corpora import VOCAB, make_corpus, make_run, natural_lengths
 
@@ -186,33 +185,6 @@ def test_too_little_text_is_refused_by_weights_when_the_plan_is_long(
     run.curriculum.stages["long"].tokens = 6144 * 200
     with pytest.raises(ConfigError, match=r"data\.sources\.a\.max_epochs"):
         stage_data(run, 0)
-
-
-def test_a_bookmark_skips_what_came_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.curriculum.stages["long"].tokens *= 4
-    run.data.pack_window_tokens = 0  # 64 sequences of 512: the stage has three windows
-    run.data.sources["b"].max_epochs = 2
-    run.curriculum.stages["long"].mix = {"a": 2, "b": 1}
-    reference = stage_data(run, 1)
-    expected = [b.documents for step in (13, 15) for b in global_batch(reference, step, 1)]
-    bookmark = json.loads(json.dumps(reference.bookmark(13)))
-    assert bookmark["window"] == 2
-    monkeypatch.setattr("k3train.data.sources._EXACT_DOCUMENTS", 0)
-    made: list[int] = []
-    make = StageOrder._make
-    monkeypatch.setattr(
-        StageOrder, "_make", lambda self, i: (made.append(self.context_tokens), make(self, i))[1]
-    )
-    table = stage_table(run)
-    data = open_data(run, table, table[1], bookmark)
-    assert [b.documents for step in (13, 15) for b in global_batch(data, step, 1)] == expected
-    assert made == [512]
-    assert data.fingerprint() == reference.fingerprint()
-    assert data.consumed(16) == reference.consumed(16)
-    assert data.bookmark(13) == bookmark
-    run.seed += 1
-    with pytest.raises(CorpusError, match="seed changed since the checkpoint"):
-        open_data(run, table, table[1], bookmark)
 
 
 def test_what_changed_is_named() -> None:
