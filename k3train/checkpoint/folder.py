@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
@@ -24,6 +25,10 @@ from k3train.faults import point
 
 LATEST = "LATEST"
 """File with the name of the newest checkpoint: a hint for people and scripts, never trusted by k3train."""
+
+type Unfit = Callable[[int, Path], str | None]
+"""Why a checkpoint, given its step and folder, is not to be used for all that its bytes say; None when it
+is. Asked on rank 0."""
 
 _REPLACED = re.compile(r"(step_\d{8,})\.replaced-[0-9a-f]+")
 _TEMPORARY = re.compile(r"step_\d{8,}\.(tmp|pruned)-[0-9a-f]+")
@@ -61,31 +66,39 @@ def _entries(directory: Path) -> list[Path]:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
 
 
-def newest_good(directory: Path) -> Path | None:
+def newest_good(directory: Path, unfit: Unfit | None = None) -> Path | None:
     """The newest checkpoint whose every byte is verified, or None when the folder holds none at all.
 
-    A damaged checkpoint is passed over with a warning that names the file. Raises CheckpointError when there
-    are checkpoints and every one is damaged: a run never restarts from nothing by accident; and when somebody
-    else could have changed the one that is next. Ranks share the reading; every rank of the world must call
-    this.
+    One that is damaged, or that ``unfit`` says something about, is passed over with a warning that says why.
+    Raises CheckpointError when there are checkpoints and none can be used: a run never restarts from nothing
+    by accident; and when somebody else could have changed the one that is next. Ranks share the reading;
+    every rank of the world must call this.
     """
     candidates = on_first_rank(lambda: committed(directory))
     reasons = []
-    for _, path in candidates:
-        on_first_rank(lambda path=path: _check_trusted_if_complete(path))
-        try:
-            _verify_content(path)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            if rank() == 0:
-                logger.warning("checkpoint %s is passed over: %s", path.name, error)
-        else:
+    for step, path in candidates:
+        reason = _why_not(step, path, unfit)
+        if reason is None:
             return path
+        reasons.append(reason)
+        if rank() == 0:
+            logger.warning("checkpoint %s is passed over: %s", path.name, reason)
     if reasons:
         raise CheckpointError(
-            f"{directory}: all {len(reasons)} checkpoints are damaged; the newest: {reasons[0]}. "
+            f"{directory}: none of the {len(reasons)} checkpoints can be used; the newest: {reasons[0]}. "
             "Restore one, or move the folder away to start again"
         )
+    return None
+
+
+def _why_not(step: int, path: Path, unfit: Unfit | None) -> str | None:
+    on_first_rank(lambda: _check_trusted_if_complete(path))
+    if unfit is not None and (reason := on_first_rank(lambda: unfit(step, path))):
+        return reason
+    try:
+        _verify_content(path)
+    except CheckpointError as error:
+        return str(error)
     return None
 
 

@@ -27,7 +27,7 @@ class OnSpike(Enum):
     stop = "stop"
     """End the run; nothing is updated."""
     rollback = "rollback"
-    """Go back to the last checkpoint and leave out the batches that led there."""
+    """Go back to the last checkpoint from before the batches that led there, and leave these out."""
 
 
 @dataclass(kw_only=True, slots=True)

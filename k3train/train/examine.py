@@ -7,9 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from k3train.config.trained import CHECKPOINTS
 from k3train.data.batch import MicroBatch
 from k3train.train.guards import Action, Finding, judge, overruled
-from k3train.train.left_out import LeftOut, write_left_out
+from k3train.train.left_out import ROLLBACK, LeftOut, can_go_back, write_left_out
 from k3train.train.progress import Progress, is_due
 from k3train.train.replicas import Damage, changed_at_rest, fingerprint, odd_replicas
 from k3train.train.rerun import Diagnosis, compute_again, gather_evidence
@@ -31,8 +32,13 @@ def examine(
     finding, diagnosis = _decide(setup, progress, host, sums, loss, norm)
     if finding is None:
         return None
-    finding, limit = _limited(setup, progress, finding)
-    _leave_out(setup, progress, finding)
+    leaves = _leaves_out(progress, finding, setup.run.guards.rollback_steps)
+    limit = leaves and _limit(setup, progress, leaves)
+    if limit:
+        finding = replace(finding, action=Action.stop)
+    elif leaves:
+        progress.guards.left_out.append(leaves)
+        write_left_out(Path(setup.run.dir), progress.guards.left_out)
     return _record(setup, progress, finding, diagnosis, limit, loss, norm)
 
 
@@ -81,17 +87,22 @@ def _damaged(setup: StageSetup, progress: Progress, kind: str, damage: Damage, w
     return record_verdict(setup, progress, kind, Action.stop, message, asdict(damage), suspects=damage.ranks)
 
 
-def _limited(setup: StageSetup, progress: Progress, finding: Finding) -> tuple[Finding, str | None]:
-    """The finding, with ``stop`` in place of what has been done often enough, and why."""
+def _limit(setup: StageSetup, progress: Progress, leaves: LeftOut) -> str | None:
+    """Why the steps ``leaves`` cannot be left out, because it was done often enough or there is nothing to go
+    back to; None when they can."""
     settings, state = setup.run.guards, progress.guards
-    if finding.action is Action.skip and state.skipped_in_a_row >= settings.max_skipped_in_a_row:
-        why = f"guards.max_skipped_in_a_row = {settings.max_skipped_in_a_row} steps were skipped before it"
-        return replace(finding, action=Action.stop), why
-    rollbacks = sum(entry.why == Action.rollback.value for entry in state.left_out)
-    if finding.action is Action.rollback and rollbacks >= settings.max_rollbacks:
-        why = f"the run has gone back guards.max_rollbacks = {settings.max_rollbacks} times"
-        return replace(finding, action=Action.stop), why
-    return finding, None
+    if leaves.why != ROLLBACK:
+        if state.skipped_in_a_row < settings.max_skipped_in_a_row:
+            return None
+        return f"guards.max_skipped_in_a_row = {settings.max_skipped_in_a_row} steps were skipped before it"
+    if sum(entry.why == ROLLBACK for entry in state.left_out) >= settings.max_rollbacks:
+        return f"the run has gone back guards.max_rollbacks = {settings.max_rollbacks} times"
+    if can_go_back(Path(setup.run.dir) / CHECKPOINTS, [*state.left_out, leaves]):
+        return None
+    return (
+        f"the run cannot go back: none of its checkpoints is from before step {leaves.first}, the first that "
+        f"guards.rollback_steps = {settings.rollback_steps} leaves out"
+    )
 
 
 def _record(
@@ -117,13 +128,11 @@ def _record(
     return record_verdict(setup, progress, finding.kind, finding.action, message, details, diagnosis)
 
 
-def _leave_out(setup: StageSetup, progress: Progress, finding: Finding) -> None:
+def _leaves_out(progress: Progress, finding: Finding, rollback_steps: int) -> LeftOut | None:
+    """The steps that the finding's action leaves out."""
     step = progress.step + 1
     if finding.action is Action.skip:
-        entry = LeftOut(step, step, finding.kind)
-    elif finding.action is Action.rollback:
-        entry = LeftOut(max(step - setup.run.guards.rollback_steps + 1, 1), step, Action.rollback.value)
-    else:
-        return
-    progress.guards.left_out.append(entry)
-    write_left_out(Path(setup.run.dir), progress.guards.left_out)
+        return LeftOut(step, step, finding.kind)
+    if finding.action is Action.rollback:
+        return LeftOut(max(step - rollback_steps + 1, 1), step, ROLLBACK)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from k3train.faults import point
 from k3train.optim.build import reload_master_weights
 from k3train.train.evaluate import context_ahead, evaluate, rehearse_ahead
 from k3train.train.guards import Action
-from k3train.train.left_out import read_left_out
+from k3train.train.left_out import read_left_out, trained_what_is_left_out
 from k3train.train.progress import Progress, is_due
 from k3train.train.report import Report
 from k3train.train.resume import bookmark_of, check_text, go_on
@@ -155,21 +156,23 @@ def measure(
 
 
 def find_progress(run: Run) -> tuple[Path | None, Progress]:
-    """The run's newest good checkpoint and where it stands; (None, start) for a new run.
+    """The run's newest good checkpoint and where it stands; (None, start) for a run that has none.
 
-    Raises CheckpointError when the run has checkpoints and all are damaged, and ConfigError when they are not
-    this run's. Every rank must call this.
+    After a rollback it is the newest that has trained none of the steps left out. Raises CheckpointError when
+    the run has checkpoints and none can be used, and ConfigError when they are not this run's. Every rank
+    must call this.
     """
     folder = checkpoints(run)
     if dist.get_rank() == 0:
         clear_leftovers(folder)
     dist.barrier()
-    latest = newest_good(folder)
+    left_out = read_left_out(Path(run.dir))
+    latest = newest_good(folder, partial(trained_what_is_left_out, left_out))
     progress = Progress()
     if latest is not None:
         progress = go_on(run, read_train_state(latest), latest)
     # Written after the checkpoint, when a step was left out since.
-    progress.guards.left_out = read_left_out(Path(run.dir)) or progress.guards.left_out
+    progress.guards.left_out = left_out or progress.guards.left_out
     return latest, progress
 
 

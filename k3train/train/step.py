@@ -21,6 +21,7 @@ from k3train.optim.schedule import learning_rate
 from k3train.train.balance import Balance, look_closer_if_due, settle
 from k3train.train.examine import examine, examine_state
 from k3train.train.guards import Action
+from k3train.train.left_out import ROLLBACK
 from k3train.train.progress import Progress
 from k3train.train.schedule import agree, run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup, gradients, moments, weights
@@ -114,7 +115,7 @@ def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool
     """Advance over a step that is not trained."""
     nothing = torch.zeros(2, dtype=torch.float64, device=setup.device)
     stop = agree(setup, nothing, wants_stop=wants_stop).stop
-    progress.guards.not_updated(planned=why == Action.rollback.value)
+    progress.guards.not_updated(planned=why == ROLLBACK)
     progress.step += 1
     progress.tokens += setup.plan.stage.batch_tokens
     return StepResult(

@@ -12,7 +12,7 @@ import pytest
 from k3train.config.schema import Checkpoint, Guards, OnNonFinite, OnSpike, Parallel, Run, Stage
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
 from k3train.train.left_out import LEFT_OUT
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 from tests.train.runs import losses, make_run, records, train_rank
 
 STEPS = 14
@@ -150,21 +150,45 @@ def test_run_ends_with_the_code_that_says_why(
     assert len(records(run, "step")) == len(one["seen"]) - 1
 
 
-def test_run_goes_back_and_leaves_out_what_led_to_a_spike(tmp_path: Path) -> None:
+def spike_in_step(step: int) -> dict[str, Any]:
+    return {"point": "step.loss", "kind": "scale", "rank": 1, "step": step, "factor": 1000, "times": 0}
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["in one go", "killed as it goes back"])
+def test_run_goes_back_and_leaves_out_what_led_to_a_spike(tmp_path: Path, killed: bool) -> None:
     golden = guarded_run(tmp_path, "golden")
     Path(golden.dir).mkdir()
-    (Path(golden.dir) / LEFT_OUT).write_text('[{"first": 9, "last": 10, "why": "rollback"}]')
+    (Path(golden.dir) / LEFT_OUT).write_text('[{"first": 8, "last": 11, "why": "rollback"}]')
     train_with(golden, [])
-    spike = {"point": "step.loss", "kind": "scale", "rank": 1, "step": 10, "factor": 1000, "times": 0}
-    run = guarded_run(tmp_path, every_steps=4, spike=OnSpike.rollback, rollback_steps=2)
-    one, other = train_with(run, [spike])
+    # The checkpoint after step 10 has trained steps 8 to 10: only that after step 5 is from before them.
+    run = guarded_run(tmp_path, every_steps=5, spike=OnSpike.rollback, rollback_steps=4)
+    before = list(range(1, 12))
+    if killed:
+        with pytest.raises(RanksFailed):
+            train_with(run, [spike_in_step(11), {"point": "setup.built", "kind": "kill", "step": 11}])
+        before = []
+    one, other = train_with(run, [] if killed else [spike_in_step(11)])
     assert one == other
     assert one["code"] == 0
-    assert [step for step, *_ in one["seen"]] == [*range(1, 11), *range(9, STEPS + 1)]
+    assert [step for step, *_ in one["seen"]] == [*before, *range(6, STEPS + 1)]
     assert json.loads((Path(run.dir) / LEFT_OUT).read_text()) == json.loads(
         (Path(golden.dir) / LEFT_OUT).read_text()
     )
     assert losses(run) == losses(golden)
+
+
+def test_run_whose_checkpoints_are_all_from_within_what_a_spike_leaves_out_stops(tmp_path: Path) -> None:
+    run = guarded_run(tmp_path, every_steps=10, spike=OnSpike.rollback, rollback_steps=4)
+    one, other = train_with(run, [spike_in_step(11)])
+    assert one == other
+    assert one["code"] == 17
+    assert "none of its checkpoints is from before step 8" in one["message"]
+    assert "guards.rollback_steps = 4" in one["message"]
+    assert not (Path(run.dir) / LEFT_OUT).exists()
+
+    (Path(run.dir) / LEFT_OUT).write_text('[{"first": 8, "last": 11, "why": "rollback"}]')
+    with pytest.raises(RanksFailed, match="step_00000010 has trained steps that the run leaves out"):
+        train_with(run, [])
 
 
 def test_step_that_repeats_differently_is_caught_by_computing_it_twice(tmp_path: Path) -> None:

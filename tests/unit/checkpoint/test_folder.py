@@ -64,7 +64,7 @@ def test_a_damaged_file_is_found_and_the_older_checkpoint_is_used(
 def test_a_run_never_starts_from_nothing_because_all_are_damaged(tmp_path: Path) -> None:
     for step in (10, 20):
         (make(tmp_path, step) / "a.distcp").unlink()
-    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged"):
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be used"):
         newest_good(tmp_path)
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from k3train.checkpoint.folder import step_name
 from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.config.schema import Run
-from k3train.train.left_out import LEFT_OUT, LeftOut, read_left_out, write_left_out
+from k3train.train.guards import GuardState
+from k3train.train.left_out import (
+    LEFT_OUT,
+    LeftOut,
+    can_go_back,
+    read_left_out,
+    trained_what_is_left_out,
+    write_left_out,
+)
 from k3train.train.progress import Progress
 from k3train.train.resume import go_on
 
@@ -20,6 +30,25 @@ def test_steps_left_out_survive_their_round_trip(tmp_path: Path) -> None:
     entries = [LeftOut(3, 5, "rollback"), LeftOut(9, 9, "spike")]
     write_left_out(tmp_path, entries)
     assert read_left_out(tmp_path) == entries
+
+
+def test_a_checkpoint_that_has_trained_what_was_left_out_later_is_not_gone_on_from(tmp_path: Path) -> None:
+    def checkpoint(step: int, *known: LeftOut) -> tuple[int, Path]:
+        path = tmp_path / step_name(step)
+        path.mkdir()
+        guards = GuardState(left_out=list(known)).to_json()
+        (path / "train_state.json").write_text(json.dumps({"train": {"guards": guards}}))
+        return step, path
+
+    skipped, back = LeftOut(7, 7, "spike"), LeftOut(8, 11, "rollback")
+    entries = [skipped, back]
+    assert can_go_back(tmp_path, entries)  # to the start: there is no checkpoint yet
+    inside = checkpoint(10, skipped)
+    assert "steps 8 to 11: rollback" in (trained_what_is_left_out(entries, *inside) or "")
+    assert not can_go_back(tmp_path, entries)
+    assert trained_what_is_left_out(entries, *checkpoint(7)) is None
+    assert trained_what_is_left_out(entries, *checkpoint(9, skipped, back)) is None
+    assert can_go_back(tmp_path, entries)
 
 
 @pytest.mark.parametrize("content", ["", "[1,", "null", '{"a": 1}', '[{"first": 1}]', "[[1, 2, 3]]"])
