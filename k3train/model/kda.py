@@ -40,6 +40,7 @@ from k3train.kernels.packing import Packing, make_packing
 from k3train.kernels.recompute import make_again, sum_again
 from k3train.kernels.short_conv import short_conv_parts
 from k3train.model.config import fp8_recipe, part_settings
+from k3train.model.parameters import replicated_linear
 from k3train.model.projections import ColumnLinear, RowLinear, weight_for
 from k3train.plan.recompute import head_slices
 
@@ -87,9 +88,8 @@ class KdaAttention(MegatronModule):
         self._make_projections(config)
         self._make_head_parameters()
         # Replicated, but each rank's gradient covers only its own heads: megatron-core sums gradients of
-        # parameters with this mark over tensor-parallel ranks.
-        for parameter in (self.f_a.weight, self.o_norm):
-            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore
+        # parameters with this mark over tensor-parallel ranks, as it does of f_a's weight.
+        self.o_norm.sequence_parallel = config.sequence_parallel  # pyright: ignore
 
     def _make_projections(self, config: TransformerConfig) -> None:
         init, init_out = config.init_method, config.output_layer_init_method
@@ -115,9 +115,7 @@ class KdaAttention(MegatronModule):
 
         self.q_proj, self.k_proj, self.v_proj = (column(hidden, width) for _ in range(3))
         self.g_proj, self.b_proj, self.f_b = column(hidden, width), column(hidden, heads), column(rank, width)
-        device = torch.cuda.current_device()
-        self.f_a = nn.Linear(hidden, rank, bias=False, device=device, dtype=config.params_dtype)
-        init(self.f_a.weight)
+        self.f_a = replicated_linear(config, hidden, rank)
         self.o_proj = RowLinear(
             width,
             hidden,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from k3train.config.schema import Fp8
 from k3train.kernels.linear import linear
-from k3train.model.config import K3Config, fp8_recipe
+from k3train.model.config import fp8_recipe
 
 
 def fp32_vector(config: TransformerConfig, size: int, value: float) -> nn.Parameter:
@@ -26,17 +26,19 @@ class Linear(nn.Linear):
 
     recipe = Fp8.none
 
+    def reset_parameters(self) -> None:
+        """Draws nothing: whoever makes it does, from a stream of megatron-core's tracker."""
+
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
         return linear(input, self.weight, self.recipe)
 
 
-def replicated_linear(config: K3Config, inputs: int, outputs: int) -> Linear:
+def replicated_linear(config: TransformerConfig, inputs: int, outputs: int) -> Linear:
     """A bias-free linear [outputs, inputs] in the model's dtype for local tokens, equal on all tp ranks."""
     device = torch.cuda.current_device()
-    made = Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device="meta")
+    made = Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
     made.recipe = fp8_recipe(config)
-    made.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
     if config.perform_initialization:
         assert config.init_method is not None
         tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -47,6 +49,6 @@ def replicated_linear(config: K3Config, inputs: int, outputs: int) -> Linear:
     return made
 
 
-def _replicated(parameter: nn.Parameter, config: TransformerConfig) -> nn.Parameter:
+def _replicated[T: Tensor](parameter: T, config: TransformerConfig) -> T:
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter

@@ -12,6 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from k3train.parallel.layout import Layout
 
+SEED_STRIDE = 8192
+"""More than megatron-core's own offsets of a seed: 0 for data, 1,024 for experts, 2,718 + rank for tensors."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Groups:
@@ -47,8 +50,14 @@ def start_groups(layout: Layout, *, seed: int, timeout_seconds: int = 600) -> Gr
         create_gloo_process_groups=False,
     )
     pg = ProcessGroupCollection.use_mpu_process_groups()
-    # Pipeline ranks hold other layers, which must not start equal; megatron-core sees to the other axes.
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * pg.pp.rank(), force_reset_rng=True)
+    seed_streams(
+        layout,
+        seed,
+        tp_rank=pg.tp.rank(),
+        pp_rank=pg.pp.rank(),
+        ep_rank=pg.ep.rank(),
+        etp_rank=pg.expt_tp.rank(),
+    )
     return Groups(
         layout=layout,
         pg=pg,
@@ -58,6 +67,27 @@ def start_groups(layout: Layout, *, seed: int, timeout_seconds: int = 600) -> Gr
         cp_rank=pg.cp.rank(),
         dp_rank=pg.dp.rank(),
         ep_rank=pg.ep.rank(),
+    )
+
+
+def seed_streams(
+    layout: Layout, seed: int, *, tp_rank: int, pp_rank: int, ep_rank: int, etp_rank: int
+) -> None:
+    """Seed megatron-core's RNG tracker on the rank of these coordinates.
+
+    No two streams of a layout have the same seed: pipeline ranks hold other layers, which must not start
+    equal, and experts of one rank must not start as another's. megatron-core's own offset for experts,
+    100 * ep rank + etp rank, meets that of tensor-parallel ranks. A generator of the CPU takes 32 bits of a
+    seed, which is enough for pp * ep * etp = 524,288 ranks.
+    """
+    assert layout.tp <= SEED_STRIDE - 2718, layout.tp
+    expert_rank = ep_rank * layout.etp + etp_rank
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed + SEED_STRIDE * pp_rank,
+        tp_rank=tp_rank,
+        ep_rank=0,
+        etp_rank=SEED_STRIDE * layout.pp * expert_rank,
+        force_reset_rng=True,
     )
 
 

@@ -27,6 +27,7 @@ class Part(nn.Module):
         super().__init__()
         self.norm = nn.Parameter(torch.rand(256, device="cuda"))
         self.linear = Linear(256, 256, bias=False, dtype=torch.bfloat16, device="cuda")
+        nn.init.normal_(self.linear.weight, std=1 / 16)
         self.linear.weight.main_grad = torch.zeros(256, 256, device="cuda")  # type: ignore[attr-defined]
         self.seen = torch.zeros((), device="cuda")
 

@@ -114,7 +114,7 @@ def _same(name: str, found: dict[str, dict[str, Any]]) -> None:
     """Bit for bit, but full recomputation adds up the gradients of a layer's sources in another order: then
     the whole gradient within 1e-6, and each tensor within 1e-5, since sums over all tokens may cancel. In
     pieces, products of other sizes may also round otherwise, and what some heads contribute is summed up
-    after their products: the loss moves too, and the gradient by 5e-6 (in fp64 by 1e-14).
+    after their products: the loss moves too, and the gradient by 2e-6 and 5e-6 (in fp64 by 1e-14).
     """
     got, want = found[name]["values"], found["none"]["values"]
     assert got.keys() == want.keys()
@@ -130,7 +130,7 @@ def _same(name: str, found: dict[str, dict[str, Any]]) -> None:
             error, size = float((got[key] - value).norm()), float(value.norm())
             assert error <= 1e-5 * size, key
             off, whole = off + error**2, whole + size**2
-    assert off <= (5e-6 if "heads" in name else 1e-6) ** 2 * whole
+    assert off <= (5e-6 if "heads" in name else 2e-6 if "pieces" in name else 1e-6) ** 2 * whole
 
 
 def test_feed_forwards_in_pieces_see_no_more_at_once(one_rank: dict[str, dict[str, Any]]) -> None:
