@@ -28,16 +28,14 @@ def train(arguments: list[str]) -> int:
     from k3train.config.schema import Offload
     from k3train.config.trained import last_trained
     from k3train.data.preflight import check_data
-    from k3train.optim.memory import check_memory
-    from k3train.optim.rules import assignments
     from k3train.train.claim import claimed
     from k3train.train.launch import launch
-    from k3train.train.preflight import check_start
+    from k3train.train.machine import check_machine
+    from k3train.train.preflight import check_run
     from k3train.train.signals import note_end_time
 
-    assignments(run.model, run.optim)
-    check_memory(run)
-    check_start(run)
+    check_run(run)
+    check_machine(run)
     if run.optim.offload is Offload.cpu:
         from k3train.optim.offload import host_adam
 
@@ -93,14 +91,12 @@ def show(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Say everything that is wrong with a configuration, or OK."""
     from k3train.config.compose import compose
-    from k3train.optim.memory import check_memory
-    from k3train.optim.rules import assignments
     from k3train.plan.summary import one_line
+    from k3train.train.preflight import check_run
 
     options = _composing("check", check).parse_intermixed_args(arguments)
     run = compose(options.overrides, options.config_dir)
-    assignments(run.model, run.optim)
-    check_memory(run)
+    check_run(run)
     print("OK ", one_line(run))
     return DONE
 

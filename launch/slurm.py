@@ -21,7 +21,7 @@ from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
 from k3train.config.secrets import HIDDEN, redact
 from k3train.config.trained import last_trained
-from k3train.optim.memory import check_memory
+from k3train.train.preflight import check_run
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
 NODE = Path(__file__).with_name("node.py")
@@ -181,7 +181,7 @@ def main(arguments: list[str]) -> int:
     folder = Path.cwd()
     try:
         run = compose(options.overrides, options.config_dir)
-        check_memory(run)
+        check_run(run)
         script = render(
             run,
             grace_seconds=options.grace_seconds,

@@ -27,7 +27,7 @@ import slurm
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem, shown
 from k3train.config.schema import Run
-from k3train.optim.memory import check_memory
+from k3train.train.preflight import check_run
 
 STOPPED = 75
 
@@ -119,7 +119,7 @@ def points(overrides: list[str], config_dir: str | None) -> list[Point]:
         own = [f"name={base.name}-sweep/{name}", f"dir={base.dir}-sweep/{name}"]
         kept = [setting for setting in settings if setting.partition("=")[0] not in ("name", "dir")]
         run = compose([*kept, *own], config_dir)
-        check_memory(run)
+        check_run(run)
         found.append(Point(name=name, overrides=[*kept, *own], run=run))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def below(name: str, roots: tuple[str, ...]) -> bool:
 
 def test_launchers_import_only_what_needs_no_torch() -> None:
     allowed = ("k3train.config", "k3train.curriculum", "k3train.parallel.layout", "k3train.plan")
-    allowed += ("k3train.optim.memory",)
+    allowed += ("k3train.train.preflight", "k3train.monitor.metrics_file")
     on_nodes = ("k3train.train.supervisor",)  # node.py starts ranks, which need torch anyway
     bad = [
         (file.name, name)
@@ -112,6 +113,16 @@ def test_launchers_import_only_what_needs_no_torch() -> None:
         and not below(name, allowed + (on_nodes if file.name == "node.py" else ()))
     ]
     assert bad == []
+
+
+def test_launchers_load_no_torch() -> None:
+    """Nor does what they import, however far down."""
+    program = "import sys, slurm, summary, sweep; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launch")])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True
+    )
+    assert done.stdout == "False False\n", done.stderr
 
 
 def test_only_the_group_module_touches_megatron_s_global_groups() -> None:

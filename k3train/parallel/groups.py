@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from k3train.parallel.layout import Layout
 
 SEED_STRIDE = 8192
-"""More than megatron-core's own offsets of a seed: 0 for data, 1,024 for experts, 2,718 + rank for tensors."""
+"""More than megatron-core's own offsets of a seed: 0 (data), 1,024 (experts), 2,718 + rank (tensors)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,25 +1,27 @@
-"""What would end every rank as soon as it starts, found out before one does and before a folder is made."""
+"""What a run must keep beyond its settings' rules, found out before a rank starts or a folder is made."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from k3train.backend.start import wants_gpus
 from k3train.checkpoint.fit import misfit
 from k3train.checkpoint.manifest import CheckpointError, check_sizes, read_manifest
 from k3train.checkpoint.trust import check_trusted
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Run
 from k3train.config.trained import last_trained, settings_of
-from k3train.kernels import fp8
+from k3train.optim.memory import check_memory
+from k3train.optim.rules import assignments
 
 
-def check_start(run: Run) -> None:
-    """Raise Unavailable when this machine has no GPU for a rank of ``run`` that needs one, or cannot multiply
-    as ``model.fp8`` says, and ConfigError when ``checkpoint.load_from`` names nothing that the run can begin
-    with."""
-    wants_gpus(run.device, run.cluster.ranks_per_node)
-    fp8.check_machine(run.model.fp8)
+def check_run(run: Run) -> None:
+    """Raise ConfigError when ``optim`` does not say what updates each parameter, when a stage does not fit
+    its device's memory, and when ``checkpoint.load_from`` names nothing that the run can begin with.
+
+    ``k3train check``, ``k3train train`` and every launcher call this. It needs no torch.
+    """
+    assignments(run.model, run.optim)
+    check_memory(run)
     if run.checkpoint.load_from is not None and not last_trained(Path(run.dir)).steps:
         _check_weights(run, run.checkpoint.load_from)
 

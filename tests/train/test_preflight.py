@@ -31,7 +31,7 @@ from k3train.config.schema import (
 from k3train.config.trained import TRAIN_STATE
 from k3train.monitor.metrics_file import METRICS
 from k3train.train.claim import LOCK, claimed
-from k3train.train.preflight import check_start
+from k3train.train.preflight import check_run
 from tests.train.runs import small_model
 
 
@@ -53,7 +53,7 @@ def starting_from(path: Path, **changes: object) -> Run:
 
 def refusal(run: Run) -> str:
     with pytest.raises(ConfigError) as error:
-        check_start(run)
+        check_run(run)
     (problem,) = error.value.problems
     assert problem.key == "checkpoint.load_from"
     return str(problem)
@@ -61,8 +61,8 @@ def refusal(run: Run) -> str:
 
 def test_a_checkpoint_of_the_same_model_is_taken(tmp_path: Path) -> None:
     path = save(tmp_path / "saved", small_model())
-    check_start(starting_from(path))
-    check_start(starting_from(path, mtp=Mtp(loss_weight=0.3)))
+    check_run(starting_from(path))
+    check_run(starting_from(path, mtp=Mtp(loss_weight=0.3)))
 
 
 def test_what_is_no_checkpoint_is_named_with_its_key(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_another_routing_rule_is_taken_and_another_input_of_the_router_is_named(
     model = small_model()
     path = save(tmp_path / "saved", model)
     other = replace(model.moe.router, rule=RouterRule.sign, quantile=Quantile(bins=64, window=4))
-    check_start(starting_from(path, moe=replace(model.moe, router=other)))
+    check_run(starting_from(path, moe=replace(model.moe, router=other)))
     latent = replace(other, input=RouterInput.latent)
     said = refusal(starting_from(path, moe=replace(model.moe, router=latent)))
     assert "holds another model: model.moe.router.input is hidden there and latent here. Use" in said
@@ -112,7 +112,7 @@ def test_another_precision_is_answered_with_both_ways_out(tmp_path: Path) -> Non
 def test_a_run_that_has_trained_no_longer_asks_for_what_it_began_with(tmp_path: Path) -> None:
     run = starting_from(tmp_path / "gone")
     save(Path(run.dir) / "checkpoints" / "step_00000001", small_model())
-    check_start(run)
+    check_run(run)
 
 
 def test_gpus_are_counted_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
