@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank
+from k3train.checkpoint.finite import listed, not_finite
 from k3train.checkpoint.fit import other_precision
 from k3train.checkpoint.folder import verify
 from k3train.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
@@ -63,7 +64,8 @@ def load_checkpoint(
     its master weights would undo the load. The random generators continue when the layout is that of the save
     and are seeded anew, the same way every time, when it is another.
     Raises CheckpointError, on every rank, when the checkpoint is damaged or does not fit the model exactly:
-    a tensor missing or left over, another shape or dtype. Every rank of the world must call this.
+    a tensor missing or left over, another shape or dtype; and when it holds NaN or infinity. Every rank of
+    the world must call this.
     """
     if not verified:
         verify(path)
@@ -86,6 +88,8 @@ def load_checkpoint(
     if optimizer is not None:
         put_optimizer_state(optimizer, loaded["optimizer"])
         set_optimizer_steps(optimizer, record["optimizer_steps"])
+    every_rank(lambda: _check_finite(path, chunks, optimizer))
+    if optimizer is not None:
         every_rank(lambda: _check_master_weights(path, optimizer))
     _restore_rng(path, record, groups)
     return record["train"]
@@ -209,6 +213,14 @@ def _put_model(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
         ]
         if missing or result.unexpected_keys:
             raise CheckpointError(f"not loaded: {missing}; not in the model: {result.unexpected_keys}")
+
+
+def _check_finite(path: Path, chunks: Sequence[Any], optimizer: Any | None) -> None:
+    if names := not_finite(chunks, optimizer):
+        raise CheckpointError(
+            f"{path}: {listed(names)}, and nothing can be trained from it: move this checkpoint away and use "
+            "an older one"
+        )
 
 
 @torch.no_grad()

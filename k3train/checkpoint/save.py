@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from k3train.checkpoint.agree import every_rank, gather_on_first, on_first_rank, rank
+from k3train.checkpoint.finite import check_finite
 from k3train.checkpoint.folder import LATEST, prune, scratch_name, step_name, verify
 from k3train.checkpoint.manifest import (
     CheckpointError,
@@ -73,7 +74,8 @@ def save_checkpoint(save: Save) -> Path:
     The folder is written under a temporary name, every file is digested while it is written and read back by
     the rank that wrote it, and only then renamed; afterwards older checkpoints are deleted. When a good
     checkpoint of the same state exists, nothing is written again.
-    Raises CheckpointNotWritten on every rank when any rank fails; older checkpoints are then untouched.
+    Raises CheckpointNotWritten on every rank when any rank fails, and NotFinite when the state holds NaN or
+    infinity; older checkpoints are then untouched.
     Every rank of the world must call this.
     """
     begun = _prepare(save)
@@ -89,7 +91,7 @@ def begin_save(save: Save) -> PendingSave:
     """Copy the state to the host and let a process of its own write it: see ``save_checkpoint``.
 
     The files are bit for bit those of a save that waits. Raises CheckpointNotWritten on every rank when the
-    copying fails on one. Every rank of the world must call this.
+    copying fails on one, and NotFinite as ``save_checkpoint``. Every rank of the world must call this.
     """
     begun = _prepare(save)
     if isinstance(begun, Path):
@@ -188,6 +190,7 @@ def _prepare(save: Save) -> _Begun | Path:
     """The save, staged; or the folder of a good checkpoint of the same state."""
     final = _final(save)
     allocate_state(save.optimizer)
+    check_finite(save.train_state["step"], save.chunks, save.optimizer)
     record = json.dumps(_record(save), sort_keys=True, indent=1).encode()
     if _saved_before(final, record, save.milestone):
         return final

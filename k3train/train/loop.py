@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from k3train.checkpoint.finite import NotFinite
 from k3train.checkpoint.folder import clear_leftovers, newest_good
 from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.config.schema import Run
@@ -73,6 +75,9 @@ def train(run: Run, device: torch.device) -> int:
                 stop.clear_file()
                 return EXIT_STOPPED
         report.finished(progress)
+    except NotFinite:
+        saver.finish()  # of a state before, which was good
+        raise
     finally:
         saver.close()
         watch.close()
@@ -148,10 +153,20 @@ def train_stage(
 def measure(
     setup: StageSetup, progress: Progress, report: Report, stop: StopRequest, contexts: list[int]
 ) -> bool:
-    """Evaluate and report; whether the run was asked to stop meanwhile. Every rank must call this."""
+    """Evaluate and report; whether the run was asked to stop meanwhile. Every rank must call this.
+
+    Raises NotFinite when a held-out loss is NaN or infinite.
+    """
     with stop.pause():
         losses, stopping = evaluate(setup, contexts, stop)
     report.evaluation(setup, progress, losses, complete=not stopping)
+    for each in losses:
+        if not math.isfinite(each.loss):
+            raise NotFinite(
+                f"after step {progress.step} the held-out loss on {each.heldout} is {each.loss}: the run "
+                "ends here. It can go on from its last checkpoint; if the same comes again, lower "
+                "optim.learning_rate"
+            )
     return stopping
 
 

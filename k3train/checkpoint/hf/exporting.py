@@ -21,7 +21,7 @@ from k3train.checkpoint.hf.problems import raise_all
 from k3train.checkpoint.hf.release import CONFIG, Release
 from k3train.checkpoint.hf.shards import Planned, plan_shards, write_shards
 from k3train.checkpoint.hf.stored import StoredTensors
-from k3train.checkpoint.hf.values import to_release
+from k3train.checkpoint.hf.values import check_finite, to_release
 from k3train.checkpoint.hf.vision import PREFIXES, read_vision, vision_tensors
 from k3train.checkpoint.manifest import MANIFEST, CheckpointError
 from k3train.checkpoint.stage import TRAIN_STATE
@@ -56,7 +56,8 @@ def export_release(
 
     Matrices are stored in ``precision``. What k3train keeps in fp32 stays fp32; ``like_release`` rounds to
     bf16 what the release has in bf16 of it: router, norms, depth mixes. ``vision_from`` is a release whose
-    image encoder is copied. Raises CheckpointError when the checkpoint is damaged or not of its own model.
+    image encoder is copied. Raises CheckpointError when the checkpoint is damaged, not of its own model, or
+    holds NaN or infinity.
     """
     check_new(out)
     path = _checkpoint(source)
@@ -182,9 +183,10 @@ class _Values:
     def __call__(self, planned: Planned) -> Tensor:
         if planned.name not in self.places:
             assert self.vision is not None
-            return next(self.vision.tensors([planned.name]))
+            return check_finite(planned.name, next(self.vision.tensors([planned.name])))
         entry, index = self.places[planned.name]
-        return to_release(entry, self._whole(entry), index).to(planned.dtype)
+        value = to_release(entry, self._whole(entry), index).to(planned.dtype)
+        return check_finite(f"{entry.ours} ({planned.name})", value)
 
     def _whole(self, entry: Entry) -> Tensor:
         if entry.form is not Form.experts:

@@ -19,7 +19,7 @@ from k3train.checkpoint.hf.new_folder import check_new
 from k3train.checkpoint.hf.problems import raise_all
 from k3train.checkpoint.hf.release import Release
 from k3train.checkpoint.hf.stored import NewTensor, write_checkpoint
-from k3train.checkpoint.hf.values import from_release
+from k3train.checkpoint.hf.values import check_finite, from_release
 from k3train.checkpoint.hf.vision import PREFIXES
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.config.build import to_plain
@@ -39,7 +39,7 @@ def import_release(
 
     ``text_only`` leaves the image encoder out, which is refused otherwise. ``precision`` replaces the one
     that config.json names. Raises CheckpointError, before anything is written, when a tensor is missing, left
-    over, of another shape, or would be rounded.
+    over, of another shape, or would be rounded; and when one holds NaN or infinity, which leaves nothing.
     """
     check_new(out)
     release = Release(folder)
@@ -139,12 +139,12 @@ def _new_tensor(entry: Entry, release: Release, config: ReleaseConfig) -> NewTen
 
 def _rows(entry: Entry, release: Release, dtype: torch.dtype, packed: bool, first: int, last: int) -> Tensor:
     if entry.form is not Form.experts:
-        return from_release(entry, list(release.tensors(entry.names))).to(dtype)
+        return check_finite(entry.name, from_release(entry, list(release.tensors(entry.names))).to(dtype))
     names = entry.names[first:last]
     matrices = _unpacked(release, names) if packed else release.tensors(names)
     rows = torch.empty((last - first, *entry.shape[1:]), dtype=dtype)
-    for row, matrix in zip(rows, matrices, strict=True):
-        row.copy_(from_release(entry, [matrix])[0])
+    for name, row, matrix in zip(names, rows, matrices, strict=True):
+        row.copy_(check_finite(name, from_release(entry, [matrix])[0]))
     return rows
 
 

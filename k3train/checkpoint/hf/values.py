@@ -52,3 +52,10 @@ def from_release(entry: Entry, theirs: Sequence[Tensor]) -> Tensor:
 def _swapped(matrix: Tensor) -> Tensor:
     left, right = matrix.chunk(2, dim=1)
     return torch.cat([right, left], dim=1)
+
+
+def check_finite(name: str, value: Tensor) -> Tensor:
+    """``value`` itself. Raises CheckpointError when it holds NaN or infinity."""
+    if value.numel() and not torch.stack(torch.aminmax(value)).isfinite().all():
+        raise CheckpointError(f"{name} holds NaN or infinity: nothing can be trained from it or told with it")
+    return value

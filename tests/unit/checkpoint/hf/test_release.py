@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from k3train.checkpoint.hf import stored
+from k3train.checkpoint.hf import importing, stored
 from k3train.checkpoint.hf.config import to_config
 from k3train.checkpoint.hf.exporting import export_release
 from k3train.checkpoint.hf.importing import import_release
@@ -141,6 +141,23 @@ def test_twenty_faults_are_listed_and_the_others_counted(tmp_path: Path) -> None
     lines = refusal(tmp_path, edit=spoil).splitlines()
     assert len(lines) == 22
     assert lines[-1].strip() == "and 7 more"
+
+
+@pytest.mark.parametrize("name", [f"{MOE}.experts.2.w2.weight", "language_model.model.norm.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_go_neither_in_nor_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    def spoil(tensors: Tensors, _: Any) -> None:
+        tensors[name].view(-1)[3] = value
+
+    assert f"{name} holds NaN or infinity" in refusal(tmp_path, edit=spoil)
+    monkeypatch.setattr(importing, "check_finite", lambda _, tensor: tensor)
+    import_release(tmp_path / "release", tmp_path / "in")
+    with pytest.raises(CheckpointError, match="holds NaN or infinity") as error:
+        export_release(tmp_path / "in", tmp_path / "out")
+    assert f"({name})" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "release"]
 
 
 def test_padding_that_is_not_zero(tmp_path: Path) -> None:
