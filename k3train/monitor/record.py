@@ -38,7 +38,8 @@ class StepRecord:
     max_logit: float | None = None
     """Largest attention logit of MLA in this step, before QK-Clip; None without QK-Clip."""
     memory_gib: float | None = None
-    """Largest device memory in use on any rank so far; None on the CPU."""
+    """Largest device memory in use on any rank, from the start of the run to the end of this step's backward
+    pass; None on the CPU."""
     eta_stage_seconds: float | None = None
     """Expected time to the end of the stage; None before a speed is known."""
     eta_run_seconds: float | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from k3train.checkpoint.load import read_train_state
@@ -99,7 +98,7 @@ class Report:
                 router_cv=balance.worst("load_cv") if balance else None,
                 dead_experts=int(balance.total("dead_experts")) if balance else None,
                 max_logit=result.max_logit,
-                memory_gib=_memory_gib(setup.device),
+                memory_gib=result.memory_gib,
                 eta_stage_seconds=self.meter.eta_seconds(setup.plan.end_tokens - progress.tokens),
                 slowest_rank=slowest.rank if slowest else None,
                 slowest_ratio=slowest.ratio if slowest else None,
@@ -200,8 +199,3 @@ class Report:
 
     def _event(self, name: str, progress: Progress, **detail: object) -> None:
         self._monitor.event(name, step=progress.step, tokens=progress.tokens, **detail)
-
-
-def _memory_gib(device: torch.device) -> float | None:
-    """Largest memory in use on this rank's GPU since the run started."""
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

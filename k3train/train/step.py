@@ -46,6 +46,9 @@ class StepResult:
     """What was found wrong with the step, or with the state after it."""
     max_logit: float | None = None
     """Largest attention logit of MLA, before QK-Clip; None without QK-Clip or without an update."""
+    memory_gib: float | None = None
+    """Largest memory in use on any rank's GPU from the start of the run to this step's backward pass; None on
+    the CPU."""
     slowest: Slowest | None = None
     """The slowest rank, in steps that measure it."""
     left_out: str | None = None
@@ -76,7 +79,8 @@ def train_step(
     look_closer_if_due(setup, progress.step + 1)
     sums = run_micro_batches(setup, host, backward=True)
     point("step.gradients", tensors=lambda: gradients(setup.chunks))
-    seen = agree(setup, sums, wants_stop=wants_stop, norm=gradient_norm(setup.optimizer))
+    norm, memory = gradient_norm(setup.optimizer), peak_memory_gib(setup.device)
+    seen = agree(setup, sums, wants_stop=wants_stop, norm=norm, memory_gib=memory)
     verdict = examine(setup, progress, host, sums, seen.loss, seen.grad_norm)
 
     tokens = progress.tokens + setup.plan.stage.batch_tokens
@@ -88,6 +92,7 @@ def train_step(
         balance=None,
         stop=seen.stop,
         verdict=verdict,
+        memory_gib=seen.memory_gib,
     )
     if result.action is Action.update:
         set_learning_rate(setup.optimizer, rate)
@@ -114,7 +119,7 @@ def train_step(
 def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool) -> StepResult:
     """Advance over a step that is not trained."""
     nothing = torch.zeros(2, dtype=torch.float64, device=setup.device)
-    stop = agree(setup, nothing, wants_stop=wants_stop).stop
+    seen = agree(setup, nothing, wants_stop=wants_stop, memory_gib=peak_memory_gib(setup.device))
     progress.guards.not_updated(planned=why == ROLLBACK)
     progress.step += 1
     progress.tokens += setup.plan.stage.batch_tokens
@@ -123,10 +128,16 @@ def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool
         grad_norm=math.nan,
         learning_rate=learning_rate(setup.run, setup.table, progress.tokens, progress.bends),
         balance=None,
-        stop=stop,
+        stop=seen.stop,
         verdict=None,
+        memory_gib=seen.memory_gib,
         left_out=why,
     )
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Largest memory in use on this rank's GPU since the run started; None on the CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
 def worst_logit(setup: StageSetup) -> float | None:
