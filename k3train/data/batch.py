@@ -88,3 +88,8 @@ def join_batches(batches: list[MicroBatch]) -> MicroBatch:
         valid=np.concatenate([b.valid for b in batches]),
         documents=[piece for b in batches for piece in b.documents],
     )
+
+
+def squared_lengths(batches: list[MicroBatch]) -> float:
+    """Sum of the squared lengths of all segments, padding among them: what attention's FLOPs grow with."""
+    return float(sum(np.square(np.diff(batch.cu_seqlens).astype(np.float64)).sum() for batch in batches))

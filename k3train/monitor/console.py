@@ -77,8 +77,12 @@ def _step_line(record: StepRecord) -> str:
         f"norm {record.grad_norm:.3f}",
         f"lr {record.learning_rate:.2e}",
         f"{count(record.tokens_per_second)} tok/s",
-        f"wait {wait:.0f}%",
     ]
+    if record.model_tflops is not None:
+        parts.append(f"{record.model_tflops:.3g} TFLOP/s")
+    if record.mfu is not None:
+        parts.append(f"mfu {100 * record.mfu:.1f}%")
+    parts.append(f"wait {wait:.0f}%")
     if record.router_max_violation is not None:
         parts.append(f"imbalance {record.router_max_violation:.2f}")
     if record.dead_experts:

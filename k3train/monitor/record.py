@@ -29,6 +29,13 @@ class StepRecord:
     """From the end of the step before (or of a pause) to the end of this one; data wait included."""
     data_wait_seconds: float
     """Part of step_seconds in which training stood still for data."""
+    model_tflops: float | None = None
+    """TFLOP/s of each rank, which has a GPU of its own: the model's arithmetic over step_seconds, as
+    ``k3train/monitor/flops.py`` counts it, attention within documents and recomputation left out. None for a
+    step that was left out without being computed."""
+    mfu: float | None = None
+    """model_tflops over the dense bf16 peak of the device, 0 to 1, whatever the model's precision; None on
+    all but H100 and H200."""
     router_max_violation: float | None = None
     """Worst layer's (busiest expert's load) / (mean load) - 1; None without experts."""
     router_cv: float | None = None

@@ -131,12 +131,13 @@ def router_input_size(model: Model) -> int:
     return model.moe.latent_size if latent else model.hidden_size
 
 
-def train_flops_per_token(model: Model, context: int) -> float:
+def train_flops_per_token(model: Model, context: float) -> float:
     """Forward and backward FLOPs of one token in a document of ``context`` tokens.
 
     Counts multiplications by weights, MLA's causal attention and KDA's chunked recurrence; a multiply-add
     is 2 and the backward is twice the forward. Left out: recomputation, norms, activations and the mix of
-    attention residuals, which are bound by memory. In shorter documents MLA does less than this.
+    attention residuals, which are bound by memory. It is linear in ``context``: of documents of several
+    lengths n_i, sum n_i^2 / sum n_i gives the mean.
     """
     forward = sum(layer_flops(model, layer, context) for layer in range(model.num_layers)) + head_flops(model)
     if model.mtp.num_layers:
@@ -149,22 +150,22 @@ def head_flops(model: Model) -> float:
     return 2.0 * model.vocab_size * model.hidden_size
 
 
-def mtp_layer_flops(model: Model, context: int) -> float:
+def mtp_layer_flops(model: Model, context: float) -> float:
     """Forward FLOPs of one token in the MTP layer, without the output head that it shares."""
     return mtp_attention_flops(model, context) + _moe_flops(model)
 
 
-def mtp_attention_flops(model: Model, context: int) -> float:
+def mtp_attention_flops(model: Model, context: float) -> float:
     """The part of ``mtp_layer_flops`` that is not its experts."""
     return 2 * mla_parameters(model) + _mla_core_flops(model, context) + 2 * 2 * model.hidden_size**2
 
 
-def layer_flops(model: Model, layer: int, context: int) -> float:
+def layer_flops(model: Model, layer: int, context: float) -> float:
     """Forward FLOPs of one token in decoder layer ``layer``, as ``train_flops_per_token`` counts them."""
     return attention_flops(model, layer, context) + ffn_flops(model, layer)
 
 
-def attention_flops(model: Model, layer: int, context: int) -> float:
+def attention_flops(model: Model, layer: int, context: float) -> float:
     """The part of ``layer_flops`` that KDA or MLA has in it."""
     if is_mla(model, layer):
         return 2 * mla_parameters(model) + _mla_core_flops(model, context)
@@ -193,7 +194,7 @@ def _moe_flops(model: Model) -> float:
     return 2.0 * (routed + others)
 
 
-def _mla_core_flops(model: Model, context: int) -> float:
+def _mla_core_flops(model: Model, context: float) -> float:
     """A token sees half of the document on average, at 2 FLOPs per key and query or value channel."""
     mla = model.mla
     return float(context * model.num_heads * (mla.qk_head_dim + mla.qk_shared_head_dim + mla.v_head_dim))

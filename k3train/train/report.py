@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from k3train.checkpoint.load import read_train_state
@@ -13,6 +14,7 @@ from k3train.curriculum.stages import StagePlan, total_tokens
 from k3train.kernels.describe import describe_kernels
 from k3train.monitor.ahead import AheadWatch
 from k3train.monitor.alarms import AlarmBell
+from k3train.monitor.flops import bf16_peak, model_tflops
 from k3train.monitor.meter import Meter
 from k3train.monitor.metrics_file import METRICS
 from k3train.monitor.monitor import open_monitor
@@ -82,6 +84,8 @@ class Report:
             self._event("straggler", progress, rank=slowest.rank, own_seconds=slowest.seconds, found=told)
         timing = self.meter.finish_step(setup.plan.stage.batch_tokens)
         balance = result.balance
+        tflops = _model_tflops(setup, result, timing.step_seconds)
+        peak = bf16_peak(_device_name(setup.device))
         self._monitor.write(
             StepRecord(
                 step=progress.step,
@@ -94,6 +98,8 @@ class Report:
                 tokens_per_second=timing.tokens_per_second,
                 step_seconds=timing.step_seconds,
                 data_wait_seconds=timing.data_wait_seconds,
+                model_tflops=tflops,
+                mfu=tflops * 1e12 / peak if tflops is not None and peak is not None else None,
                 router_max_violation=balance.worst("max_violation") if balance else None,
                 router_cv=balance.worst("load_cv") if balance else None,
                 dead_experts=int(balance.total("dead_experts")) if balance else None,
@@ -199,3 +205,20 @@ class Report:
 
     def _event(self, name: str, progress: Progress, **detail: object) -> None:
         self._monitor.event(name, step=progress.step, tokens=progress.tokens, **detail)
+
+
+def _model_tflops(setup: StageSetup, result: StepResult, seconds: float) -> float | None:
+    """Of each rank; None for a step that was not computed."""
+    if result.document_tokens is None:
+        return None
+    return model_tflops(
+        setup.run.model,
+        tokens=setup.plan.stage.batch_tokens,
+        document_tokens=result.document_tokens,
+        seconds=seconds,
+        ranks=setup.groups.layout.world,
+    )
+
+
+def _device_name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -70,6 +70,8 @@ class Agreed:
     """Of the mean loss."""
     stop: bool
     """Whether any rank was asked to stop."""
+    squares: float
+    """Squared lengths of the step's documents, summed."""
     memory_gib: float | None
     """The fullest rank's; None when ranks gave none."""
 
@@ -80,23 +82,25 @@ def agree(
     *,
     wants_stop: bool = False,
     norm: float = 0.0,
+    squares: float = 0.0,
     memory_gib: float | None = None,
 ) -> Agreed:
-    """What all ranks have seen, in one all-reduce of four numbers. Every rank must call this.
+    """What all ranks have seen, in one all-reduce of five numbers. Every rank must call this.
 
     ``sums`` is float64 [2], this rank's summed loss and token count (zeros without the last chunk). ``norm``,
     of the summed loss' gradients, should be the same on every rank; if a broken one disagrees, the result is
-    still the same everywhere. ``memory_gib``, which all ranks give or none, adds one number per rank.
+    still the same everywhere. ``squares`` is the sum over this data-parallel rank's
+    documents. ``memory_gib``, which all ranks give or none, adds one number per rank.
     """
     layout = setup.groups.layout
-    own = [norm, float(wants_stop)]
+    own = [norm, float(wants_stop), squares]
     if memory_gib is not None:  # a sum gives the maximum too where each rank has a place of its own
         places = [0.0] * layout.world
         places[dist.get_rank()] = memory_gib
         own += places
     vector = torch.cat([sums, sums.new_tensor(own)])
     dist.all_reduce(vector)
-    loss, count, norms, stop, *memory = vector.tolist()
+    loss, count, norms, stop, squares, *memory = vector.tolist()
     # Every tensor-parallel rank of the last chunk reports the same tokens.
     count = round(count / layout.tp)
     return Agreed(
@@ -104,6 +108,8 @@ def agree(
         predicted_tokens=count,
         grad_norm=norms / layout.world / max(count, 1),
         stop=stop > 0,
+        # Every rank of a model replica has the same documents.
+        squares=squares * layout.dp / layout.world,
         memory_gib=max(memory, default=None),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from k3train.data.batch import MicroBatch
+from k3train.data.batch import MicroBatch, squared_lengths
 from k3train.faults import point
 from k3train.optim.build import (
     allocate_state,
@@ -46,6 +46,9 @@ class StepResult:
     """What was found wrong with the step, or with the state after it."""
     max_logit: float | None = None
     """Largest attention logit of MLA, before QK-Clip; None without QK-Clip or without an update."""
+    document_tokens: float | None = None
+    """Length of the document that a token of the step is in, on average over its tokens; None when the step
+    was left out."""
     memory_gib: float | None = None
     """Largest memory in use on any rank's GPU from the start of the run to this step's backward pass; None on
     the CPU."""
@@ -80,7 +83,9 @@ def train_step(
     sums = run_micro_batches(setup, host, backward=True)
     point("step.gradients", tensors=lambda: gradients(setup.chunks))
     norm, memory = gradient_norm(setup.optimizer), peak_memory_gib(setup.device)
-    seen = agree(setup, sums, wants_stop=wants_stop, norm=norm, memory_gib=memory)
+    seen = agree(
+        setup, sums, wants_stop=wants_stop, norm=norm, squares=squared_lengths(host), memory_gib=memory
+    )
     verdict = examine(setup, progress, host, sums, seen.loss, seen.grad_norm)
 
     tokens = progress.tokens + setup.plan.stage.batch_tokens
@@ -92,6 +97,7 @@ def train_step(
         balance=None,
         stop=seen.stop,
         verdict=verdict,
+        document_tokens=seen.squares / setup.plan.stage.batch_tokens,
         memory_gib=seen.memory_gib,
     )
     if result.action is Action.update:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from k3train.config.schema import Parallel, Run, Stage
+from k3train.plan.counts import train_flops_per_token
 from k3train.train.left_out import LEFT_OUT
 from tests.ranks import run_ranks
 from tests.train.runs import make_run, records, train_rank
@@ -34,3 +37,37 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     run = short_run(tmp_path, pp=2)
     assert run_ranks(2, _train_on_uneven_ranks, run, timeout=120) == [0, 0]
     assert [record["memory_gib"] for record in records(run, "step")] == [70.25] * STEPS
+
+
+def _train_and_list_documents(rank: int, run: Run) -> list[list[int]]:
+    """Lengths of all documents and paddings of each step, by the data's own account."""
+    from k3train.train import loop
+
+    setups, build_as_it_is = [], loop.build_stage
+
+    def build_stage(*arguments):
+        setups.append(build_as_it_is(*arguments))
+        return setups[-1]
+
+    def lengths(sequence) -> list[int]:
+        pieces = [piece.length for piece in sequence]
+        return [*pieces, 128 - sum(pieces)]
+
+    loop.build_stage = build_stage
+    assert train_rank(rank, run) == 0
+    steps = [setups[0].data.documents(step) for step in range(STEPS)]
+    return [[n for sequence in step for n in lengths(sequence)] for step in steps]
+
+
+@pytest.mark.parametrize("degree", ["ep", "pp", "tp", "cp"])
+def test_flops_are_those_of_every_rank_s_documents(tmp_path: Path, degree: str) -> None:
+    run = short_run(tmp_path, **{degree: 2})
+    steps, _ = run_ranks(2, _train_and_list_documents, run, timeout=120)
+    *trained, left_out = records(run, "step")
+    for record, documents in zip(trained, steps[:-1], strict=True):
+        assert sum(documents) == 512
+        flops = sum(n * train_flops_per_token(run.model, n) for n in documents)
+        assert record["model_tflops"] * 1e12 * record["step_seconds"] * 2 == pytest.approx(flops)
+        assert record["mfu"] is None
+    assert len(trained) == STEPS - 1
+    assert left_out["model_tflops"] is None

@@ -20,6 +20,8 @@ STEP = StepRecord(
     learning_rate=1.987e-3,
     tokens_per_second=12_345.0,
     step_seconds=0.5,
+    model_tflops=312.34,
+    mfu=0.3158,
     data_wait_seconds=0.01,
     router_max_violation=0.25,
     router_cv=0.1,
@@ -32,13 +34,18 @@ STEP = StepRecord(
 
 def test_a_step_says_everything_on_one_plain_line() -> None:
     assert line(STEP) == (
-        " 12.3%  long  step 120  loss 3.4568  norm 0.512  lr 1.99e-03  12.3k tok/s  wait 2%  imbalance 0.25  "
-        "mem 3.1 GiB  eta 0:12:03 stage, 1d 3:46:40 run"
+        " 12.3%  long  step 120  loss 3.4568  norm 0.512  lr 1.99e-03  12.3k tok/s  312 TFLOP/s  mfu 31.6%  "
+        "wait 2%  imbalance 0.25  mem 3.1 GiB  eta 0:12:03 stage, 1d 3:46:40 run"
     )
 
 
 def test_what_is_unknown_is_left_out() -> None:
-    text = line(replace(STEP, router_max_violation=None, memory_gib=None, eta_stage_seconds=None))
+    unknown = dict.fromkeys(
+        ("router_max_violation", "memory_gib", "model_tflops", "mfu", "eta_stage_seconds")
+    )
+    text = line(replace(STEP, **unknown))
+    assert "FLOP" not in text
+    assert "mfu" not in text
     assert "imbalance" not in text
     assert "mem" not in text
     assert "eta ? stage" in text
