@@ -20,7 +20,7 @@ from k3train.checkpoint.manifest import (
     read_manifest,
 )
 from k3train.checkpoint.trust import check_trusted
-from k3train.config.trained import CHECKPOINT_NAME
+from k3train.config.trained import CHECKPOINT_NAME, check_name
 from k3train.faults import point
 
 LATEST = "LATEST"
@@ -71,14 +71,15 @@ def newest_good(directory: Path, unfit: Unfit | None = None) -> Path | None:
 
     One that is damaged, or that ``unfit`` says something about, is passed over with a warning that says why.
     Raises CheckpointError when there are checkpoints and none can be used: a run never restarts from nothing
-    by accident; and when somebody else could have changed the one that is next. Ranks share the reading;
-    every rank of the world must call this.
+    by accident; when a whole one is named for another step than it holds; and when somebody else could have
+    changed the one that is next. Ranks share the reading; every rank of the world must call this.
     """
     candidates = on_first_rank(lambda: committed(directory))
     reasons = []
     for step, path in candidates:
         reason = _why_not(step, path, unfit)
         if reason is None:
+            on_first_rank(lambda step=step, path=path: check_name(path, step, read_manifest(path).step))
             return path
         reasons.append(reason)
         if rank() == 0:

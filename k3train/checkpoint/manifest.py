@@ -20,8 +20,8 @@ import xxhash
 
 from k3train.config.problems import BadInput, Unavailable
 from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
+from k3train.config.trained import MANIFEST as MANIFEST
 
-MANIFEST = "MANIFEST.json"
 FORMAT = 1
 """Version of the folder's format; a reader refuses a newer one."""
 

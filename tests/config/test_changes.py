@@ -19,7 +19,7 @@ from k3train.config.identity import KINDS, Kind, covers, kind_of
 from k3train.config.keys import flattened, follow
 from k3train.config.problems import BadInput, ConfigError
 from k3train.config.rules import check
-from k3train.config.trained import TRAIN_STATE, Trained, last_trained
+from k3train.config.trained import MANIFEST, TRAIN_STATE, Trained, last_trained
 from tests.config.trees import four_stage_run
 
 STAGE = "curriculum.stages.s2048"
@@ -233,6 +233,17 @@ def test_a_checkpoint_without_readable_settings_tells_its_step_only(tmp_path: Pa
     assert (found.steps, found.checkpoint) == (7, older)
     assert found.settings is not None
     assert found.settings.seed == 9
+
+
+def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 99, None)
+    (path / TRAIN_STATE).write_text(json.dumps({"train": {"step": 6}}))
+    assert last_trained(tmp_path).steps == 99  # a damaged file, which a start finds and passes over
+    (path / MANIFEST).write_text(json.dumps({"step": 6}))
+    with pytest.raises(BadInput, match=f"{path} holds step 6, not 99 as its name says"):
+        last_trained(tmp_path)
+    path.rename(path.with_name("step_00000006"))
+    assert last_trained(tmp_path).steps == 6
 
 
 def test_a_change_to_a_run_that_has_ended_is_said_and_not_written(tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, 8)
+    make(tmp_path, 6).rename(tmp_path / step_name(99))
+    with pytest.raises(CheckpointError, match=f"{step_name(99)} holds step 6, not 99"):
+        newest_good(tmp_path)
+
+
 def test_a_fresh_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_good(tmp_path) is None
     assert newest_good(tmp_path / "none") is None
