@@ -116,18 +116,24 @@ def _step(rank: int, model, micros, weights, degrees, prepare) -> dict[str, Any]
 
 def train_step(chunks, micros: list[Micro], groups: Groups) -> float:
     """Run the schedule with DistributedDataParallel; returns this rank's part of the summed loss."""
-    shared = schedule_config(chunks[0].config, groups.layout)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-    wrapped = [
-        DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
-        for i, chunk in enumerate(chunks)
-    ]
-    shared.finalize_model_grads_func = _without_division
+    wrapped = wrap(chunks, groups)
+    wrapped[0].config.finalize_model_grads_func = _without_division
     return run_schedule(wrapped, micros, groups)
 
 
-def run_schedule(wrapped, micros: list[Micro], groups: Groups) -> float:
-    """Forward and backward of all of a step's micro-batches; returns this rank's part of the summed loss."""
+def wrap(chunks, groups: Groups) -> list[Any]:
+    """The chunks as the pipeline schedules take them."""
+    shared = schedule_config(chunks[0].config, groups.layout)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    return [
+        DistributedDataParallel(shared, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pg)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def run_schedule(wrapped, micros: list[Micro], groups: Groups, *, forward_only: bool = False) -> float:
+    """Forward and backward of all of a step's micro-batches, or the forward passes of an evaluation, without
+    MTP; returns this rank's part of the summed loss."""
     layout = groups.layout
     mine = micros[groups.dp_rank :: layout.dp]
     n = mine[0].borders[-1]
@@ -140,7 +146,7 @@ def run_schedule(wrapped, micros: list[Micro], groups: Groups) -> float:
             micro.tokens[None, part],
             place,
             labels=micro.labels[None, part],
-            labels_mtp=micro.labels_mtp[None, part],
+            labels_mtp=None if forward_only else micro.labels_mtp[None, part],
         )
 
         def loss_function(losses: Tensor):
@@ -158,7 +164,7 @@ def run_schedule(wrapped, micros: list[Micro], groups: Groups) -> float:
         num_microbatches=len(mine),
         seq_length=n,
         micro_batch_size=1,
-        forward_only=False,
+        forward_only=forward_only,
     )
     share = sum(float(r["loss"]) for r in reports)
     return share / layout.tp if wrapped[-1].module.post_process else 0.0

@@ -56,6 +56,14 @@ def stage_table(run: Run) -> list[StagePlan]:
     return table
 
 
+def context_ahead(run: Run, table: Sequence[StagePlan], plan: StagePlan) -> int | None:
+    """Tokens of the next stage's context, at which ``plan`` evaluates too; None when it does not."""
+    following = table[plan.index + 1 :]
+    if not (run.curriculum.eval_one_ahead and run.data.heldout and following):
+        return None
+    return following[0].stage.context_tokens
+
+
 def stage_at(table: Sequence[StagePlan], tokens: int) -> StagePlan:
     """The stage that trains the next token after ``tokens``; on a boundary this is the later stage.
 

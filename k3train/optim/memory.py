@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.table import Table
 from k3train.config.merge import world_size
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Device, Offload, Optimizer, Precision, Recompute, Run
-from k3train.curriculum.stages import StagePlan, stage_table
+from k3train.curriculum.stages import StagePlan, context_ahead, stage_table
 from k3train.optim.rules import Assignment, Rule, assignments
 from k3train.parallel.layout import Layout, chunk_layers, make_layout
 from k3train.plan.activations import Activations, pinned_bytes
@@ -33,18 +33,21 @@ _TENSOR_PARALLEL = (
 """Parameters of which a tensor-parallel rank holds its part, by their name within the layer."""
 
 PARTS = ("parameters", "gradients", "optimizer state", "activations", "work space")
-"""What memory is for; the last two are there during a step only."""
+"""What memory is for; the last two are there during a step, or an evaluation, only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that a rank holds at the fullest moment of a step, by what they are for."""
+    """Bytes that a rank holds at the fullest moment of a step or an evaluation, by what they are for."""
 
     pp_rank: int
     """The pipeline rank that needs most."""
     parts: dict[str, int]
     host: int
     """Bytes of the host's memory: the optimizer's state and inputs of layers, where they are kept there."""
+    ahead: int | None = None
+    """Context length, that of the next stage, at which an evaluation needs more than a step; None if none
+    does. Its pass is the work space then."""
 
     @property
     def total(self) -> int:
@@ -57,15 +60,15 @@ class Memory:
         return sum(self.parts[name] for name in PARTS[:3])
 
 
-def stage_memory(run: Run, plan: StagePlan) -> Memory:
-    """An estimate for the rank of a stage that needs most.
+def stage_memory(run: Run, plan: StagePlan, *, ahead: bool = True) -> Memory:
+    """An estimate for the rank of a stage that needs most, ``ahead`` or not of the next stage's context.
 
     Not in it: the CUDA context, NCCL's buffers, gaps between allocations, and what uneven routing adds.
     """
-    return max(_ranks(run, plan), key=lambda memory: memory.total)
+    return max(_ranks(run, plan, ahead=ahead), key=lambda memory: memory.total)
 
 
-def _ranks(run: Run, plan: StagePlan) -> list[Memory]:
+def _ranks(run: Run, plan: StagePlan, *, ahead: bool = True) -> list[Memory]:
     """Of each pipeline rank."""
     parallel = resolved_parallel(run, plan.stage)
     layout = make_layout(run.model, parallel, world_size(run))
@@ -75,7 +78,20 @@ def _ranks(run: Run, plan: StagePlan) -> list[Memory]:
     activations = Activations(run.model, layout, recompute_plan(parallel), tokens, graphs)
     rules = assignments(run.model, run.optim)
     on_host = run.optim.offload is Offload.cpu
-    return [rank_memory(activations, rules, passes, rank, on_host=on_host) for rank in range(layout.pp)]
+    ranks = [rank_memory(activations, rules, passes, rank, on_host=on_host) for rank in range(layout.pp)]
+    longer = context_ahead(run, stage_table(run), plan) if ahead else None
+    if longer is None or longer <= tokens:
+        return ranks
+    return [_one_ahead(memory, activations, longer) for memory in ranks]
+
+
+def _one_ahead(memory: Memory, activations: Activations, context_tokens: int) -> Memory:
+    """The rank in an evaluation at a longer context, where that needs more than a step does."""
+    longer = replace(activations, buffer_tokens=context_tokens).forward(memory.pp_rank)
+    if longer + activations.recorded() <= memory.parts["activations"] + memory.parts["work space"]:
+        return memory
+    parts = {**memory.parts, "activations": activations.recorded(), "work space": longer}
+    return replace(memory, parts=parts, ahead=context_tokens)
 
 
 def rank_memory(
@@ -190,17 +206,22 @@ def check_host_memory(run: Run, free_gib: float) -> None:
 
 def _problems(run: Run, limit: float) -> Iterator[ConfigProblem]:
     for plan in stage_table(run):
-        memory = stage_memory(run, plan)
+        step, most = stage_memory(run, plan, ahead=False), stage_memory(run, plan)
+        memory = step if step.total > limit * GIB else most
         if memory.total > limit * GIB:
             largest = max(memory.parts, key=lambda name: memory.parts[name])
             where = f" of pipeline rank {memory.pp_rank}" if memory.pp_rank else ""
+            fix = _fix(run, plan, largest)
+            if memory.ahead:
+                where += f" to evaluate at the next stage's {memory.ahead:,} tokens"
+                fix = "Set curriculum.eval_one_ahead=false, or raise parallel.cp or parallel.tp"
             yield ConfigProblem(
                 "",
                 None,
                 f"stage {plan.name} needs about {memory.total / GIB:,.1f} GiB on a rank{where}, more than "
                 f"the {limit:,.1f} GiB of its device; the largest part, {largest}, takes "
                 f"{memory.parts[largest] / GIB:,.1f}",
-                f"{_fix(run, plan, largest)}; to try it all the same, set cluster.device_memory_gib=0",
+                f"{fix}; to try it all the same, set cluster.device_memory_gib=0",
                 "stage.memory",
             )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from k3train.config.schema import Model, Precision, Recompute
 from k3train.parallel.layout import Layout, chunk_layers
-from k3train.plan.borders import borders, num_sources
+from k3train.plan.borders import borders, message_sources, num_sources
 from k3train.plan.counts import is_mla
 from k3train.plan.queries import head_parts
 from k3train.plan.recompute import RecomputePlan, head_slices
@@ -175,6 +175,37 @@ class Activations:
         weight = rows * self.model.hidden_size * self.width
         head = logits + weight + self.gathered * self.model.hidden_size * self.width
         return max(again - self.ends(), head)  # what the head kept is gone by then
+
+    def forward(self, pp_rank: int) -> int:
+        """Bytes of a pass without gradients at its fullest: sources and what one sublayer makes of them, or
+        the head's logits; and, of the other micro-batches of a group, what waits for the rank's next chunk.
+
+        A message that has arrived stays whole while one of its blocks does.
+        """
+        blocks = self.model.attn_res.block_layers
+        chunks = [chunk_layers(self.layout, pp_rank, chunk) for chunk in range(self.layout.vp)]
+        inside = [self.sources(layer + 1) + self._made_in(layer) for layers in chunks for layer in layers]
+        if pp_rank == self.layout.pp - 1:
+            logits = min(_LOGITS_AT_ONCE, self.gathered * self.model.vocab_size // self.layout.tp)
+            head = (logits + self.gathered * self.model.hidden_size) * self.width
+            inside.append(self.sources(self.model.num_layers) + head)
+        waiting = 0
+        for chunk, layers in enumerate(chunks[:-1]):
+            waiting += num_sources(blocks, layers.stop) - num_sources(blocks, layers.start)
+            waiting += message_sources(self.layout, blocks) if chunk + pp_rank else 0
+        return max(inside) + (self.layout.pp - 1) * waiting * self.hidden
+
+    def _made_in(self, layer: int) -> int:
+        """What the fuller sublayer of a layer computes in a pass without gradients, and its result."""
+        attention, ffn = (part.results + part.remade for part in self.sublayers(layer))
+        policies = self.recompute.of_layer(self.model, layer)
+        heads = self.model.num_heads // self.layout.tp
+        if policies[0] is Recompute.full:
+            slices = head_slices(heads, self.gathered, self.layout.tp * self.layout.cp)
+            attention = attention * slices[0][1] // heads
+        if policies[1] is Recompute.full:
+            ffn = ffn * min(_PIECE_TOKENS, self.own) // self.own
+        return max(attention, ffn) + self.hidden
 
     def _in_layer(self, layer: int) -> int:
         """What comes and goes while the backward pass is in one layer."""

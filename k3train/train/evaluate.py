@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from k3train.curriculum.stages import StagePlan
+from k3train.curriculum.stages import context_ahead
 from k3train.data.batch import IGNORE, MicroBatch, join_batches
 from k3train.data.heldout import heldout
 from k3train.faults import point
@@ -47,18 +47,10 @@ def evaluate(setup: StageSetup, contexts: list[int], stop: StopRequest) -> tuple
     return losses, False
 
 
-def context_ahead(setup: StageSetup) -> int | None:
-    """Tokens of the next stage's context, at which this one evaluates too; None when it does not."""
-    following: list[StagePlan] = setup.table[setup.plan.index + 1 :]
-    if not setup.run.curriculum.eval_one_ahead or not following:
-        return None
-    return following[0].stage.context_tokens
-
-
 def rehearse_ahead(setup: StageSetup) -> None:
     """Run the first pass of an evaluation at the next stage's context length, if its buffers are longer than
     a step's, and keep nothing: what does not fit in memory fails here. Every rank must call this."""
-    stage, context = setup.plan.stage, context_ahead(setup)
+    stage, context = setup.plan.stage, context_ahead(setup.run, setup.table, setup.plan)
     if context is None or context <= stage.micro_batch_sequences * stage.context_tokens:
         return
     for name in list(setup.run.data.heldout)[:1]:

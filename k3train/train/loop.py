@@ -14,10 +14,10 @@ from k3train.checkpoint.finite import NotFinite
 from k3train.checkpoint.folder import clear_leftovers, newest_good
 from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.config.schema import Run
-from k3train.curriculum.stages import stage_at, stage_table, total_tokens
+from k3train.curriculum.stages import context_ahead, stage_at, stage_table, total_tokens
 from k3train.faults import point
 from k3train.optim.build import reload_master_weights
-from k3train.train.evaluate import context_ahead, evaluate, rehearse_ahead
+from k3train.train.evaluate import evaluate, rehearse_ahead
 from k3train.train.guards import Action
 from k3train.train.left_out import read_left_out, trained_what_is_left_out
 from k3train.train.progress import Progress, is_due
@@ -125,7 +125,7 @@ def train_stage(
                 return None, Ended.sent_back
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
         evaluates = ended or is_due(progress.step, run.curriculum.eval_every_steps)
-        path, ahead = None, context_ahead(setup)
+        path, ahead = None, context_ahead(run, setup.table, plan)
         with report.meter.pause():
             if evaluates:
                 watch.enter("evaluation", progress.step)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from k3train.config import schema
@@ -130,3 +131,43 @@ def test_activations_are_what_ranks_keep(degrees: dict[str, int]) -> None:
     for found in run_ranks(4 if degrees else 1, _kept, degrees, timeout=100):
         for policy, (kept, estimate) in zip(POLICIES, found, strict=True):
             assert kept == pytest.approx(estimate, rel=1 / 3), policy
+
+
+class _Most(Kept):
+    """Notes the most bytes that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.storages = {place: kept for place, kept in self.storages.items() if not kept[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        return out
+
+
+def _most_in_a_forward_pass(rank: int, degrees: dict[str, int]) -> list[tuple[int, int]]:
+    """Most bytes of an evaluation's pass under each policy, and the estimate."""
+    found = []
+    micro = make_micro((0, TOKENS), ATTENDING.vocab_size, 0, padding=False)
+    for policy in POLICIES:
+        chunks, groups = model_step.build(ATTENDING, {**degrees, **policy}, None)
+        wrapped = model_step.wrap(chunks, groups)
+        for chunk in wrapped:
+            chunk.eval()
+        with torch.no_grad(), _Most() as most:
+            model_step.run_schedule(wrapped, [micro] * groups.layout.pp, groups, forward_only=True)
+        recompute = recompute_plan(schema.Parallel(**policy))
+        estimate = Activations(ATTENDING, groups.layout, recompute, TOKENS).forward(groups.pp_rank)
+        found.append((most.most, estimate))
+        stop_groups()
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{}, {"pp": 2, "vp": 2}], ids=str)
+def test_a_pass_without_gradients_takes_what_is_estimated(degrees: dict[str, int]) -> None:
+    """Never more; less, because what a sublayer is done with is freed and the CPU gates in place."""
+    for found in run_ranks(degrees.get("pp", 1), _most_in_a_forward_pass, degrees, timeout=100):
+        for policy, (most, estimate) in zip(POLICIES, found, strict=True):
+            assert 0.6 < most / estimate <= 1, policy

@@ -174,10 +174,31 @@ def test_a_small_model_is_more_than_nothing_on_the_host(capsys: pytest.CaptureFi
     assert float(row[1]) > 0
 
 
+def test_an_evaluation_one_stage_ahead_is_priced_where_it_needs_more_than_a_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On one rank of its own context parallelism a stage evaluates at eight times its context."""
+    run = compose(["experiment=k3"])
+    first, *_, last = stage_table(run)
+    step, most = stage_memory(run, first, ahead=False), stage_memory(run, first)
+    assert (step.ahead, most.ahead) == (None, 65_536)
+    assert most.total > step.total
+    assert most.before == step.before
+    assert stage_memory(run, last) == stage_memory(run, last, ahead=False)
+    limit = f"cluster.device_memory_gib={(step.total + most.total) / 2 / GIB}"
+    assert main(["check", "experiment=k3", limit]) == 2
+    said = capsys.readouterr().err
+    assert "stage s8k needs about" in said
+    assert "to evaluate at the next stage's 65,536 tokens, more than" in said
+    assert "Set curriculum.eval_one_ahead=false, or raise parallel.cp" in said
+    main(["check", "experiment=k3", limit, "curriculum.eval_one_ahead=false"])
+    assert "stage s8k" not in capsys.readouterr().err
+
+
 def test_the_sentence_says_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
-    small = "cluster.device_memory_gib=100"
+    small = ("cluster.device_memory_gib=100", "curriculum.eval_one_ahead=false")
     wide = "curriculum.stages.s1m.parallel.cp=16"
-    assert main(["check", "experiment=k3", small, wide]) == 2
+    assert main(["check", "experiment=k3", *small, wide]) == 2
     said = capsys.readouterr().err
     assert "4 problems" in said
     assert re.search(
@@ -186,7 +207,7 @@ def test_the_sentence_says_what_to_change(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(
         r"stage s1m .* activations, takes .*\. Set parallel\.recompute_offload=true, raise parallel\.cp", said
     )
-    assert main(["check", "experiment=k3", small, wide, "parallel.recompute_offload=true"]) == 2
+    assert main(["check", "experiment=k3", *small, wide, "parallel.recompute_offload=true"]) == 2
     assert "3 problems" in capsys.readouterr().err
-    assert main(["check", "experiment=k3", small, wide, "parallel.recompute=selective"]) == 2
+    assert main(["check", "experiment=k3", *small, wide, "parallel.recompute=selective"]) == 2
     assert "Set parallel.recompute=full, raise parallel.cp" in capsys.readouterr().err
