@@ -17,6 +17,7 @@ from k3train.bench.record import Record, own_trouble, read_record
 from k3train.bench.table import common, list_items, print_audit, print_comparison, print_record
 from k3train.config.keys import closest_word
 from k3train.config.problems import BadInput, Unavailable
+from k3train.config.ranges import RANGES
 from k3train.config.terminal import table_console
 
 
@@ -138,8 +139,10 @@ def _peers(text: str) -> list[str]:
 
 def _bound(options: argparse.Namespace) -> float:
     bound = -5.0 if options.gate_lower_bound is None else options.gate_lower_bound
-    if not -math.inf < bound < 0:
-        raise BadInput(f"--gate-lower-bound {bound:g} is no bound of a log decay; use a number below 0")
+    largest = RANGES["model.kda.gate_lower_bound"].high
+    if not -math.inf < bound <= largest:
+        rule = f"use a number below 0, at most {largest:g}"
+        raise BadInput(f"--gate-lower-bound {bound:g} is no bound of a log decay; {rule}")
     from k3train.bench.audit import refusal
 
     if refused := refusal(bound):

@@ -1,4 +1,4 @@
-"""Smallest and largest value of every number in the schema."""
+"""Smallest and largest value of every number in the schema: fp32, in which models compute, holds them all."""
 
 from __future__ import annotations
 
@@ -48,8 +48,14 @@ class Range:
 _ONE = Range(1, 2**31 - 1)
 """Sizes and degrees: what an int32 holds, so that no arithmetic on them is long or overflows."""
 _ZERO = Range(0, 2**31 - 1)
-_TOKENS = Range(1, 2**62)
-_ANY_TOKENS = Range(0, 2**62)
+_TOKENS = Range(1, 10**15)
+"""A hundred times what the largest runs have trained on."""
+_ANY_TOKENS = Range(0, 10**15)
+_EPS = Range(1e-20, 1)
+"""Beside squares in fp32, which vanish below 1e-38: a smaller one divides what is left by nothing."""
+_RATE = Range(1e-15, 1e3)
+_DECAY = Range(0, 0.999999)
+"""fp32 holds no number between the next larger ones and 1."""
 _AT_LEAST_0 = Range(0)
 _POSITIVE = Range(0, without_low=True)
 _SHARE = Range(0, 1)
@@ -64,21 +70,21 @@ RANGES: dict[str, Range] = {
     "model.dense_ffn_size": _ONE,
     "model.mla_every": _ONE,
     "model.mla_layers.*": _ZERO,
-    "model.norm_eps": _POSITIVE,
-    "model.init_std": _POSITIVE,
+    "model.norm_eps": _EPS,
+    "model.init_std": Range(1e-9, 1e3),
     "model.kda.head_dim": _ONE,
     "model.kda.conv_kernel": _ONE,
     "model.kda.decay_rank": _ONE,
-    "model.kda.gate_lower_bound": Range(-5, 0, without_high=True),
-    "model.kda.dt_min": _POSITIVE,
-    "model.kda.dt_max": _POSITIVE,
-    "model.kda.norm_eps": _POSITIVE,
+    "model.kda.gate_lower_bound": Range(-5, -1e-6),
+    "model.kda.dt_min": Range(1e-9, 1e3),
+    "model.kda.dt_max": Range(1e-9, 1e3),
+    "model.kda.norm_eps": _EPS,
     "model.mla.q_lora_rank": _ONE,
     "model.mla.kv_lora_rank": _ONE,
     "model.mla.qk_head_dim": _ONE,
     "model.mla.qk_shared_head_dim": _ONE,
     "model.mla.v_head_dim": _ONE,
-    "model.mla.norm_eps": _POSITIVE,
+    "model.mla.norm_eps": _EPS,
     "model.attn_res.block_layers": _ONE,
     "model.moe.num_experts": _ONE,
     "model.moe.top_k": _ONE,
@@ -87,15 +93,15 @@ RANGES: dict[str, Range] = {
     "model.moe.num_shared_experts": _ONE,
     "model.moe.shared_ffn_size": _ONE,
     "model.moe.router.quantile.bins": Range(2, 2**16),
-    "model.moe.router.quantile.range": _POSITIVE,
+    "model.moe.router.quantile.range": Range(1e-6, 1e6),
     "model.moe.router.quantile.window": _ONE,
-    "model.moe.router.quantile.strength": Range(0, 1, without_low=True),
-    "model.moe.router.sign.rate": _POSITIVE,
-    "model.moe.router.aux_loss.coefficient": _AT_LEAST_0,
-    "model.situ.gate_cap": _POSITIVE,
-    "model.situ.up_cap": _POSITIVE,
+    "model.moe.router.quantile.strength": Range(1e-6, 1),
+    "model.moe.router.sign.rate": Range(1e-9, 1e3),
+    "model.moe.router.aux_loss.coefficient": Range(0, 1e6),
+    "model.situ.gate_cap": Range(1e-3, 1e6),
+    "model.situ.up_cap": Range(1e-3, 1e6),
     "model.mtp.num_layers": _SHARE,
-    "model.mtp.loss_weight": _AT_LEAST_0,
+    "model.mtp.loss_weight": Range(0, 1e3),
     "parallel.tp": _ONE,
     "parallel.pp": _ONE,
     "parallel.vp": _ONE,
@@ -103,30 +109,30 @@ RANGES: dict[str, Range] = {
     "parallel.ep": _ONE,
     "parallel.etp": _ONE,
     "parallel.pipeline_split.*": _ONE,
-    "optim.learning_rate": _POSITIVE,
-    "optim.min_learning_rate": _AT_LEAST_0,
+    "optim.learning_rate": _RATE,
+    "optim.min_learning_rate": Range(0, 1e3),
     "optim.warmup_fraction": _SHARE,
     "optim.decay_fraction": _SHARE,
-    "optim.beta1": Range(0, 1, without_high=True),
-    "optim.beta2": Range(0, 1, without_high=True),
-    "optim.eps": _POSITIVE,
-    "optim.weight_decay": _AT_LEAST_0,
-    "optim.clip_grad_norm": _AT_LEAST_0,
-    "optim.muon.momentum": Range(0, 1, without_high=True),
+    "optim.beta1": _DECAY,
+    "optim.beta2": _DECAY,
+    "optim.eps": _EPS,
+    "optim.weight_decay": Range(0, 1e3),
+    "optim.clip_grad_norm": Range(0, 1e30),
+    "optim.muon.momentum": _DECAY,
     "optim.muon.newton_schulz_steps": Range(1, 100),
-    "optim.muon.update_scale": _POSITIVE,
-    "optim.qk_clip.threshold": _POSITIVE,
+    "optim.muon.update_scale": Range(1e-6, 1e6),
+    "optim.qk_clip.threshold": Range(1e-6, 1e9),
     "data.sources.*.min_document_tokens": _ANY_TOKENS,
-    "data.sources.*.max_epochs": _POSITIVE,
+    "data.sources.*.max_epochs": Range(0, 1e6, without_low=True),
     "data.pack_window_tokens": _TOKENS,
     "data.prefetch_steps": _ZERO,
     "curriculum.stages.*.context_tokens": Range(2, 2**31 - 1),
     "curriculum.stages.*.tokens": _TOKENS,
     "curriculum.stages.*.batch_tokens": _TOKENS,
     "curriculum.stages.*.micro_batch_sequences": _ONE,
-    "curriculum.stages.*.mix.*": _AT_LEAST_0,
-    "curriculum.stages.*.mtp_loss_weight": _POSITIVE,
-    "curriculum.stages.*.learning_rate.peak": _POSITIVE,
+    "curriculum.stages.*.mix.*": Range(0, 1e9),
+    "curriculum.stages.*.mtp_loss_weight": Range(1e-9, 1e3),
+    "curriculum.stages.*.learning_rate.peak": _RATE,
     "curriculum.stages.*.learning_rate.warmup_tokens": _ANY_TOKENS,
     "curriculum.stages.*.parallel.tp": _ONE,
     "curriculum.stages.*.parallel.pp": _ONE,
@@ -164,11 +170,11 @@ RANGES: dict[str, Range] = {
     "cluster.nodes": Range(1, 1_000_000),
     "cluster.ranks_per_node": Range(1, 1024),
     "cluster.threads_per_rank": Range(1, 1024),
-    "cluster.device_memory_gib": _AT_LEAST_0,
+    "cluster.device_memory_gib": Range(0, 1e6),
     "cluster.collective_timeout_seconds": _ONE,
     "cluster.min_nodes": Range(0, 1_000_000),
     "cluster.max_restarts": _ZERO,
-    "cluster.restart_delay_seconds": _AT_LEAST_0,
+    "cluster.restart_delay_seconds": Range(0, 1e6),
     "cluster.time_limit_minutes": _ZERO,
     "cluster.stop_margin_seconds": _ZERO,
 }

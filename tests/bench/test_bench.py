@@ -243,6 +243,10 @@ def test_listing_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         (["situ", "--audit"], "--audit is for kda"),
         (["kda", "--gate-lower-bound", "-4"], "belongs to --audit"),
         (["kda", "--audit", "--gate-lower-bound", "0"], "use a number below 0"),
+        (
+            ["kda", "--audit", "--gate-lower-bound=-1e-300"],
+            "-1e-300 is no bound of a log decay; use a number",
+        ),
         (["kda", "--audit", "--gate-lower-bound", "-8"], "has 22 tokens, 16 as a power of two"),
         (["show"], "one file to print or two to compare"),
         (["show", "{tmp}/missing.json"], "missing.json: No such file"),

@@ -274,7 +274,13 @@ def test_stage_is_named_when_the_stage_sets_the_degree() -> None:
         ("model.attn_res.block_layers", 0), ("cluster.nodes", 0), ("parallel.pipeline_split", [5, 0]),
         ("curriculum.stages.s256.mix", {"code": -1.0}), ("model.mla_layers", [-1]), ("seed", -1),
         ("model.num_layers", 10**23), ("model.vocab_size", 10**18), ("cluster.nodes", 10**12),
-        ("parallel.pp", 2**31),
+        ("parallel.pp", 2**31), ("optim.eps", 1e-60), ("optim.learning_rate", 1e300),
+        ("model.init_std", 1e300), ("model.situ.gate_cap", 1e300), ("model.kda.dt_max", 1e300),
+        ("model.norm_eps", 1e300), ("model.moe.router.quantile.range", 1e-300),
+        ("model.kda.gate_lower_bound", -1e-300), ("optim.beta2", 1 - 1e-12),
+        ("curriculum.stages.s256.tokens", 2**62), ("data.sources.code.max_epochs", 1e300),
+        ("curriculum.stages.s256.mix", {"prose": 1e308, "code": 1.0}),
+        ("cluster.restart_delay_seconds", 1e300), ("cluster.device_memory_gib", 1e300),
     ],
 )  # fmt: skip
 def test_number_outside_its_range_is_one_problem(key: str, value: Any) -> None:
@@ -283,6 +289,22 @@ def test_number_outside_its_range_is_one_problem(key: str, value: Any) -> None:
     assert [problem.id for problem in problems] == ["range"]
     assert problems[0].key.startswith(key)
     assert problems[0].fix
+
+
+def test_no_number_is_one_that_fp32_does_not_hold() -> None:
+    """Counts are whole numbers; of the others some bounds are only compared with, on the host."""
+    compared = "alarms|max_epochs|spike_score|straggler_ratio"
+    for key, allowed in RANGES.items():
+        if without_none(follow(key))[0] is float and not re.search(compared, key):
+            assert 2.0**-126 <= abs(allowed.low) <= 2.0**127 or (
+                allowed.low == 0 and not allowed.without_low
+            ), key
+            assert 2.0**-126 <= abs(allowed.high) <= 2.0**127, key
+
+
+def test_weights_that_together_are_more_than_a_number_are_two_problems() -> None:
+    problems = check(four_stage_run({"curriculum.stages.s256.mix": {"prose": 1e308, "code": 1e308}}))
+    assert [problem.id for problem in problems] == ["range", "range"]
 
 
 def test_wrong_keys_silence_what_reads_them() -> None:
