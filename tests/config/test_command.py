@@ -164,9 +164,10 @@ def test_wrong_usage_is_bad_input(arguments: list[str], capsys: pytest.CaptureFi
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[str]:
     """Overrides that give the default run a small corpus of its own: the checkout may have none yet."""
-    folder = tmp_path / "corpus"
+    folder, heldout = tmp_path / "corpus", tmp_path / "heldout"
     make_corpus(folder, documents=400, seed=1)
-    overrides = ["data.tokenizer=''", f"data.heldout.heldout={folder}"]
+    make_corpus(heldout, documents=40, seed=2)
+    overrides = ["data.tokenizer=''", f"data.heldout.heldout={heldout}"]
     for name in compose([]).data.sources:
         overrides += [f"data.sources.{name}.path={folder}", f"data.sources.{name}.max_epochs=1000"]
     return overrides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from k3train.data.heldout import heldout
 from k3train.data.indexed import CorpusError
 from k3train.data.open import StageData, open_data
 from k3train.data.plan import changed
+from k3train.data.preflight import check_data
 from k3train.data.prefetch import Prefetch
 from tests.unit.data.corpora import VOCAB, make_corpus, make_run, natural_lengths
 
@@ -294,3 +296,27 @@ def test_heldout_gives_all_it_has_and_no_more(run: Run) -> None:
     corpus = Corpus(Path(run.data.heldout["h"]), vocab_size=VOCAB)
     documents = sorted(p.document for b in batches for p in b.documents)
     assert documents == list(range(len(corpus.lengths)))
+
+
+@pytest.mark.parametrize("way", ["the folder", "another spelling", "a link", "a copy", "a copy, unsealed"])
+def test_held_out_text_that_is_trained_on_is_refused(run: Run, tmp_path: Path, way: str) -> None:
+    check_data(run)
+    other = tmp_path / "elsewhere"
+    match way:
+        case "the folder":
+            other = tmp_path / "b"
+        case "another spelling":
+            other = tmp_path / "a" / ".." / "b"
+        case "a link":
+            other.symlink_to(tmp_path / "b")
+        case _:
+            shutil.copytree(tmp_path / "b", other)
+    if way == "a copy, unsealed":
+        run.data.allow_unsealed = True
+        (other / "manifest.json").unlink()
+    run.data.heldout["again"] = str(other)
+    with pytest.raises(ConfigError) as refused:
+        check_data(run)
+    (problem,) = refused.value.problems
+    assert problem.key == "data.heldout.again"
+    assert f"holds the text of data.sources.b ({tmp_path / 'b'})" in str(problem)
