@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from k3train.backend.derivative import refuse_second
 from k3train.kernels.rms_norm import as_rows, fits_row_kernel
 
 
@@ -81,6 +82,7 @@ class _Mix(torch.autograd.Function):
         if logsum is not None:
             from k3train.kernels import triton_mix
 
+            refuse_second("mix on a GPU")
             rows = [as_rows(s) for s in sources]
             grad_direction, grads = triton_mix.backward(
                 as_rows(grad), rows, direction, as_rows(out), logsum, ctx.eps

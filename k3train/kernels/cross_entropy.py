@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.main_grad import add_product, added, main_grad
 
 IGNORED = -100
@@ -65,6 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, normalizer = ctx.saved_tensors
         grad = grad * (labels != IGNORED)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.main_grad import added, main_grad
 
 

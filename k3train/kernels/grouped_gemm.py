@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.main_grad import add_product, added, main_grad
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from k3train.backend.derivative import once_differentiable
 
 
 def keys_and_values(kv: Tensor, shared: Tensor, heads: int, own: int) -> tuple[Tensor, Tensor]:

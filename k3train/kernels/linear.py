@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from k3train.backend.derivative import once_differentiable
 from k3train.config.schema import Fp8
 from k3train.kernels import fp8
 from k3train.kernels.adjacent import joined, runs

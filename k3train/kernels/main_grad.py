@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.adjacent import joined
 
 

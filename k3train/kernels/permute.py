@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
+
 
 class SortedRoutes(NamedTuple):
     """A stable sort of the n*k routes of n tokens by expert."""
@@ -75,7 +77,7 @@ class _Permute(torch.autograd.Function):
         return _gather(tokens, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _sum(grad, ctx.order), None
 
@@ -87,7 +89,7 @@ class _Unpermute(torch.autograd.Function):
         return _sum(rows, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.order), None
 
@@ -99,6 +101,6 @@ class _SortWeights(torch.autograd.Function):
         return weights.reshape(-1).index_select(0, order.source)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.order.position).view(-1, ctx.order.top_k), None

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from k3train.backend.derivative import once_differentiable
+
 
 def again(function: Callable[..., Tensor], *inputs: Tensor, on: bool, on_host: bool = False) -> Tensor:
     """``function(*inputs)``; if ``on``, only ``inputs`` are kept for its backward pass.
@@ -136,6 +138,7 @@ class _Make(torch.autograd.Function):
         return made.make(*inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         made: _Made = ctx.made
         made.remake()

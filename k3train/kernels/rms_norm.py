@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
+
 FUSED_CHANNELS = 16384
 """Widest row that the GPU kernel takes; wider ones take plain torch."""
 
@@ -34,6 +36,7 @@ class _RmsNorm(torch.autograd.Function):
         return (wide * scale * weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         if fits_row_kernel(x):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.packing import Packing, check_packed
 
 

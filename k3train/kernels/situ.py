@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
+
 
 def situ_glu(
     gate: Tensor, up: Tensor, gate_cap: float, up_cap: float, weight: Tensor | None = None
@@ -48,7 +50,7 @@ class _SituGlu(torch.autograd.Function):
         return out.to(gate.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         gate_cap, up_cap = ctx.caps

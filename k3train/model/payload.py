@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
 from k3train.model.config import K3Config
 from k3train.parallel.layout import Layout
 from k3train.plan.borders import Border, borders, message_sources
@@ -87,6 +88,7 @@ class _Unpack(torch.autograd.Function):
         return (*(block.detach() for block in kept.blocks), *payload.split(hidden, dim=-1)[:sent])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.kept.gradients = list(gradients[: ctx.known])
         return _side_by_side(gradients[ctx.known :], ctx.padding), None, None, None
@@ -99,6 +101,7 @@ class _Pack(torch.autograd.Function):
         return _side_by_side(sources[known:], (width - len(sources) + known) * ctx.hidden)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         returned: list[Tensor | None] = [None] * ctx.known
         returned += gradient.split(ctx.hidden, dim=-1)[: ctx.sources - ctx.known]

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
+
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """Concatenate every rank's ``x`` along dim 0, in rank order.
@@ -49,6 +51,7 @@ class _AllGather(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
@@ -62,6 +65,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(x, group, split_dim, concat_dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split_dim, concat_dim = ctx.dims
         return _exchange(grad, ctx.group, concat_dim, split_dim), None, None, None
@@ -76,6 +80,7 @@ class _ExchangeRows(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive = ctx.splits
         out = grad.new_empty(sum(send), *grad.shape[1:])

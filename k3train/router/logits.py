@@ -8,6 +8,8 @@ import torch
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
+
 
 def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     """tokens [n, input] times weight [experts, input] in the weight's dtype: [n, experts].
@@ -35,6 +37,7 @@ class SplitLinear(torch.autograd.Function):
         return _sum(*by_term.split(weight.shape[0], 1))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens in bf16 and of the weight in fp32."""
         tokens, weight = ctx.saved_tensors

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from k3train.backend.derivative import once_differentiable
 
 _TINY = 1e-20
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.kda.chunk_plan import CHUNK, TILE, ChunkPlan, make_plan
 from k3train.kernels.kda.reference import L2_EPS, state_dtype
 from k3train.kernels.kda.within_chunk import (

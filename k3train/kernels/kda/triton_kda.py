@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from k3train.backend.derivative import once_differentiable
 from k3train.kernels.beside import launched_beside
 from k3train.kernels.hopper import is_hopper
 from k3train.kernels.kda.chunked import StateExchange
@@ -199,6 +200,7 @@ class _Kda(torch.autograd.Function):
         return o, final
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, do, dfinal):
         q, k, v, z, beta, A_log, dt_bias, initial, o, *saved = ctx.saved_tensors
         # autograd's threads begin without a CUDA context, which tensor maps need: an ordinary launch sets it

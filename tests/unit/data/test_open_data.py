@@ -19,8 +19,8 @@ from k3train.data.heldout import heldout
 from k3train.data.indexed import CorpusError
 from k3train.data.open import StageData, open_data
 from k3train.data.plan import changed
-from k3train.data.preflight import check_data
 from k3train.data.prefetch import Prefetch
+from k3train.data.preflight import check_data
 from tests.unit.data.corpora import VOCAB, make_corpus, make_run, natural_lengths
 
 
