@@ -5,7 +5,7 @@ Legend: w sources (finished blocks and the running prefix), ... the token axes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from k3train.backend.derivative import refuse_second
 from k3train.kernels.rms_norm import as_rows, fits_row_kernel
 
 
-def mix(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def mix(sources: Iterable[Tensor], query: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """Average of ``sources`` weighted by softmax_i(query . RMSNorm(source_i)) per token (k3 report eq. 8-10).
 
     sources: w tensors [..., c] of one dtype; query and norm_weight [c], fp32. The RMSNorm is on keys only,
@@ -23,9 +23,15 @@ def mix(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: floa
 
     A single source has weight 1: it is returned, and query and norm weight get zero gradients, so that every
     parameter takes part in every backward pass. Raises ValueError for one tensor in the place of the
-    sequence, for none, and for shapes that differ or do not end in c.
+    sequence, for none, and for shapes that differ or do not end in c, with a token axis before it.
     """
-    _check_sources(sources, len(query))
+    if isinstance(sources, Tensor):
+        raise ValueError(
+            f"sources is one tensor of shape {tuple(sources.shape)} and would be mixed along its first axis: "
+            "pass a tuple of tensors, one per source"
+        )
+    sources = tuple(sources)
+    _check_shapes(sources, query, norm_weight)
     out = _Mix.apply(query, norm_weight, eps, *sources)
     assert isinstance(out, Tensor)
     return out
@@ -39,16 +45,16 @@ def mix_reference(sources: list[Tensor], query: Tensor, norm_weight: Tensor, eps
     return (weights[..., None] * values).sum(0).to(sources[0].dtype)
 
 
-def _check_sources(sources: Sequence[Tensor], channels: int) -> None:
-    if isinstance(sources, Tensor):
+def _check_shapes(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor) -> None:
+    if query.ndim != 1 or query.shape != norm_weight.shape:
         raise ValueError(
-            f"sources is one tensor of shape {tuple(sources.shape)} and would be mixed along its first axis: "
-            "pass a tuple of tensors, one per source"
+            f"query has shape {tuple(query.shape)} and norm_weight {tuple(norm_weight.shape)}: mix needs [c] "
+            "for both"
         )
     shapes = {source.shape for source in sources}
-    if len(shapes) != 1 or sources[0].shape[-1] != channels:
+    if len(shapes) != 1 or sources[0].ndim < 2 or sources[0].shape[-1] != len(query):
         found = ", ".join(str(tuple(source.shape)) for source in sources) or "none"
-        raise ValueError(f"sources are {found}: pass one or more of one shape, [..., {channels}]")
+        raise ValueError(f"sources are {found}: pass one or more of one shape, [tokens ..., {len(query)}]")
 
 
 class _Mix(torch.autograd.Function):

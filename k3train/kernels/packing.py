@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,8 +72,13 @@ def make_packing(
     """Describe the slice of context-parallel rank ``rank`` of ``size``.
 
     ``cu_seqlens`` tiles the whole buffer of n tokens, n divisible by ``size``; ``valid`` is bool [n], on the
-    host.
+    host. Raises ValueError for borders that do not begin at 0 or go back.
     """
+    if not len(cu_seqlens) or cu_seqlens[0] != 0 or any(b < a for a, b in pairwise(cu_seqlens)):
+        raise ValueError(
+            f"cu_seqlens = {_few(cu_seqlens)} must begin with 0 and not go back: it holds where each "
+            "document starts and, last, the number of tokens"
+        )
     borders = torch.as_tensor(cu_seqlens, dtype=torch.int64)
     n = int(borders[-1])
     share = n // size
@@ -88,6 +94,10 @@ def make_packing(
         position=move(position[start:stop], device),
         valid=move(valid[start:stop], device),
     )
+
+
+def _few(numbers: tuple[int, ...] | list[int]) -> str:
+    return f"{list(numbers[:8])}"[:-1] + (", ...]" if len(numbers) > 8 else "]")
 
 
 def move(x: Tensor, device: torch.device | str) -> Tensor:

@@ -17,8 +17,14 @@ def situ_glu(
 
     ``gate`` and ``up`` are [..., channels]; ``weight``, one number per row, is [...]. Computed in fp32 (fp64
     for fp64 inputs) and returned as [..., channels] in the dtype of ``gate``. The backward pass keeps only
-    the three inputs and computes the rest again.
+    the three inputs and computes the rest again. Raises ValueError for shapes that do not belong together.
     """
+    if gate.shape != up.shape or (weight is not None and weight.shape != gate.shape[:-1]):
+        given = "" if weight is None else f", weight {tuple(weight.shape)}"
+        raise ValueError(
+            f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}{given}: situ_glu needs gate and up "
+            "[..., channels] alike, and weight [...], one number per row"
+        )
     return _SituGlu.apply(gate, up, gate_cap, up_cap, weight)
 
 

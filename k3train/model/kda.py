@@ -36,10 +36,11 @@ from k3train.kernels.kda.choose import kda
 from k3train.kernels.kda.triton_kda import Keep
 from k3train.kernels.linear import linear, linears
 from k3train.kernels.main_grad import part_of
-from k3train.kernels.packing import Packing, make_packing
+from k3train.kernels.packing import Packing
 from k3train.kernels.recompute import make_again, sum_again
 from k3train.kernels.short_conv import short_conv_parts
 from k3train.model.config import fp8_recipe, part_settings
+from k3train.model.inputs import as_packing, check_hidden
 from k3train.model.parameters import replicated_linear
 from k3train.model.projections import ColumnLinear, RowLinear, weight_for
 from k3train.plan.recompute import head_slices
@@ -168,8 +169,10 @@ class KdaAttention(MegatronModule):
 
         s is this rank's share of the sequence: contiguous over context parallel ranks and, inside each, over
         tensor parallel ranks. ``packed_seq_params`` tells documents apart (b = 1); without it each of the b
-        rows is one document. Every rank of the tensor and context parallel groups must call this.
+        rows is one document. Every rank of the tensor and context parallel groups must call this. Raises
+        ValueError for another shape or dtype, and for documents that do not lie end to end from 0 on.
         """
+        check_hidden(hidden_states, self.q_proj)
         if attention_mask is not None:
             raise ValueError(
                 "KDA is causal by itself and cannot honour an attention_mask: pass None, and tell documents "
@@ -182,7 +185,7 @@ class KdaAttention(MegatronModule):
             partial(gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=self.tp)
             if gather
             else lambda x: x,
-            lambda x: self._attend(x, _as_packing(packed_seq_params, x, self.cp)),
+            lambda x: self._attend(x, as_packing(packed_seq_params, x, self.cp)),
             hidden_states,
             on=self.selective and gather,
         )
@@ -317,19 +320,3 @@ def _whole(weight: Any, size: int, dim: int = 0) -> Any:
 def _part(heads: tuple[int, int], weight: Any, size: int, dim: int = 0) -> Tensor:
     """The part of some heads (first and number), of which each has ``size`` rows or columns."""
     return part_of(weight, dim, heads[0] * size, heads[1] * size)
-
-
-def _as_packing(packed: Packing | PackedSeqParams | None, x: Tensor, cp: Any) -> Packing | None:
-    """Document borders of ``x`` [s, b, hidden], this context-parallel rank's tokens."""
-    if packed is None or isinstance(packed, Packing):
-        return packed
-    if cp.size() > 1:
-        raise ValueError(
-            "PackedSeqParams mean load-balanced shards under context parallelism, KDA needs contiguous ones: "
-            "pass a k3train Packing as packed_seq_params"
-        )
-    padded = packed.cu_seqlens_q_padded
-    borders = (padded if padded is not None else packed.cu_seqlens_q).tolist()
-    if borders[-1] < x.shape[0]:
-        borders.append(x.shape[0])
-    return make_packing(borders, torch.ones(x.shape[0], dtype=torch.bool), device=x.device)

@@ -18,6 +18,7 @@ from k3train.kernels.linear import linears
 from k3train.kernels.recompute import make_again
 from k3train.kernels.situ import situ_glu
 from k3train.model.config import fp8_recipe, part_settings
+from k3train.model.inputs import check_hidden
 from k3train.model.projections import ColumnLinear, RowLinear, weight_for
 
 
@@ -72,8 +73,9 @@ class SituMlp(MegatronModule):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """[s, b, hidden] -> [s, b, hidden], s sharded over tp under sequence parallelism; no bias.
 
-        Every rank of tp must call this.
+        Every rank of tp must call this. Raises ValueError for another shape or dtype.
         """
+        check_hidden(hidden, self.gate_proj)
         return make_again(self._gather, self._feed, hidden, on=self.selective), None
 
     def is_repeatable(self) -> bool:

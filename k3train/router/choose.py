@@ -19,10 +19,12 @@ def make_rule(
     """The rule that ``model.moe.router.rule`` names.
 
     ``micro_batch_group`` holds the ranks that share a micro-batch (tp x cp); None when this rank has all of
-    it. Raises ValueError for more choices than experts, and when a quantile is asked for and every expert is
-    always chosen.
+    it. Raises ValueError for no choice, for more choices than experts, and when a quantile is asked for and
+    every expert is always chosen.
     """
     sizes = f"model.moe.top_k={top_k} (moe_router_topk)", f"model.moe.num_experts={num_experts}"
+    if not isinstance(top_k, int) or top_k < 1:
+        raise ValueError(f"{sizes[0]} must be a whole number from 1 to {sizes[1]}")
     if top_k > num_experts:
         raise ValueError(f"{sizes[0]} is more than {sizes[1]}: lower top_k")
     quantiles = (schema.RouterRule.quantile, schema.RouterRule.quantile_exact)

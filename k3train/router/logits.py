@@ -17,6 +17,8 @@ def router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
     On a GPU bf16 tokens and an fp32 weight are multiplied in three bf16 products with fp32 sums: the same
     numbers to fp32's rounding, several times faster than one fp32 product.
     """
+    if not tokens.numel():  # megatron-core's product cannot, and kernels are not launched for nothing
+        return tokens.to(weight.dtype) @ weight.T
     if tokens.is_cuda and tokens.dtype is torch.bfloat16 and weight.dtype is torch.float32:
         return SplitLinear.apply(tokens, weight)  # pyright: ignore[reportReturnType]
     return router_gating_linear(tokens, weight, None, weight.dtype)

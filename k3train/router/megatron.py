@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -15,7 +16,7 @@ from k3train.router.router import K3Router
 UNTOLD_PASSES = 4096
 """Counted forward passes without an ``update_biases`` after which a warning is given, once."""
 
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
 _REPLACED = (
     "moe_aux_loss_coeff",
@@ -49,12 +50,14 @@ class MegatronRouter(K3Router):
         settings: schema.Router | None = None,
     ) -> None:
         settings = read_part(settings or schema.Router(), "model.moe.router")
+        _refuse_what_cannot_be(config)
         _refuse_what_has_no_effect(config, settings)
         super().__init__(config, 0, pg_collection, settings=settings)
-        self.scale = config.moe_router_topk_scaling_factor or 1.0
+        scale = config.moe_router_topk_scaling_factor
+        self.scale = 1.0 if scale is None else scale
         # megatron-core counts layers of multi-token prediction from 1 again
         self.layers_before = config.num_layers if is_mtp_layer else 0
-        self.weights_dtype = _DTYPES.get(config.moe_router_dtype)
+        self.weights_dtype = _DTYPES[config.moe_router_dtype]
         self.passes = 0
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -66,8 +69,10 @@ class MegatronRouter(K3Router):
         """[s, b, hidden] -> weights and choices, bool, each [s*b, experts].
 
         Weights have ``moe_router_dtype``, else the input's dtype; they are computed in fp32 either way.
-        ``padding_mask``, bool [s, b], is True on tokens that are not counted.
+        ``padding_mask``, bool [s, b], is True on tokens that are not counted. There may be no tokens.
+        Raises ValueError for other shapes.
         """
+        self._check_shapes(input, padding_mask)
         if self.training and torch.is_grad_enabled():
             self._expect_update()
         valid = None if padding_mask is None else padding_mask.reshape(-1).logical_not()
@@ -83,6 +88,16 @@ class MegatronRouter(K3Router):
         super().reset()
         self.passes = 0
 
+    def _check_shapes(self, input: Tensor, padding_mask: Tensor | None) -> None:
+        width = self.weight.shape[1]
+        if input.ndim != 3 or input.shape[2] != width:
+            raise ValueError(f"input has shape {tuple(input.shape)}: the router needs [s, b, {width}]")
+        if padding_mask is not None and padding_mask.shape != input.shape[:2]:
+            raise ValueError(
+                f"padding_mask has shape {tuple(padding_mask.shape)}: the router needs [s, b] = "
+                f"{list(input.shape[:2])}, as megatron-core's MoELayer hands it on"
+            )
+
     def _expect_update(self) -> None:
         self.passes += 1
         if self.passes == UNTOLD_PASSES:
@@ -92,6 +107,20 @@ class MegatronRouter(K3Router):
                 "k3train.router.update.update_biases after each optimizer step",
                 stacklevel=2,
             )
+
+
+def _refuse_what_cannot_be(config: Any) -> None:
+    if config.num_moe_experts is None:
+        raise ValueError("num_moe_experts is None: set the number of experts in the TransformerConfig")
+    scale = config.moe_router_topk_scaling_factor
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(
+            f"moe_router_topk_scaling_factor={scale} must be a number above 0; None stands for 1"
+        )
+    if config.moe_router_dtype not in _DTYPES:
+        raise ValueError(
+            f"moe_router_dtype={config.moe_router_dtype} must be fp32 or fp64, or None for the input's dtype"
+        )
 
 
 def _refuse_what_has_no_effect(config: Any, settings: schema.Router) -> None:

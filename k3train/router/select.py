@@ -34,8 +34,16 @@ class Selection(NamedTuple):
 def select(logits: Tensor, bias: Tensor, top_k: int, tally: Tally | None) -> Selection:
     """The ``top_k`` largest of sigmoid(logits) + bias, counted into ``tally``; no gradient.
 
-    logits [n, experts] fp32 (or fp64), bias fp32 [experts].
+    logits [n, experts] fp32 (or fp64), bias fp32 [experts]. Raises ValueError for other shapes and for a
+    ``top_k`` that is not from 1 to the number of experts.
     """
+    if logits.ndim != 2 or bias.shape != logits.shape[1:]:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)} and bias {tuple(bias.shape)}: select needs "
+            "[n, experts] and [experts]"
+        )
+    if not 1 <= top_k <= len(bias):
+        raise ValueError(f"top_k = {top_k} must be at least 1 and at most the {len(bias)} experts")
     if _is_fused(logits, top_k):
         from k3train.router import triton_select
 

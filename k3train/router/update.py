@@ -60,7 +60,7 @@ class RouterUpdate:
         old = torch.stack([router.bias for router in self.routers])
         bounds = torch.stack([router.bounds for router in self.routers])
         new, saturated = rules[0].next_biases(rules, old, bounds, loads, statistics, self.group)
-        set_biases(self.routers, new)
+        _use(self.routers, new)
         reports = [
             router.audit.report(router.bias, self.group) if router.audit else {} for router in self.routers
         ]
@@ -95,9 +95,10 @@ class RouterUpdate:
 
 
 @torch.no_grad()
-def start_update(chunks: Iterable[nn.Module], group: Any = None) -> RouterUpdate:
+def start_update(chunks: Iterable[nn.Module] | nn.Module, group: Any = None) -> RouterUpdate:
     """Begin to sum what every router saw since its last update; call it after the step's last backward pass.
 
+    ``chunks`` are the model chunks of this rank; a single one may come without a list.
     ``group`` holds the ranks that saw different tokens at the same layers (tp x cp x dp); every rank of it
     must call this, for one all-reduce of all local layers, which runs beside what follows until ``finish``;
     None when this process is the only one. What is routed between here and ``finish`` is not counted. Raises
@@ -121,20 +122,34 @@ def start_update(chunks: Iterable[nn.Module], group: Any = None) -> RouterUpdate
 
 @torch.no_grad()
 def set_biases(routers: list[K3Router], biases: Tensor) -> None:
-    """Let routers of the same settings use ``biases`` [routers, experts] in the coming forward passes."""
+    """Let routers of the same settings use ``biases`` [routers, experts] in the coming forward passes.
+
+    Raises ValueError for another shape, and for biases that are not finite.
+    """
+    wanted = len(routers), routers[0].num_experts
+    if tuple(biases.shape) != wanted:
+        raise ValueError(
+            f"biases have shape {tuple(biases.shape)}: these routers need [routers, experts] = {wanted}"
+        )
+    if not biases.isfinite().all():
+        raise ValueError("biases hold numbers that are not finite, under which no router could choose")
+    _use(routers, biases)
+
+
+def _use(routers: list[K3Router], biases: Tensor) -> None:
     torch._foreach_copy_([router.bias for router in routers], biases.unbind())
     bounds = routers[0].rule.bounds(torch.stack([router.bias for router in routers]))
     torch._foreach_copy_([router.bounds for router in routers], bounds.unbind())
 
 
-def look_closer(chunks: Iterable[nn.Module]) -> None:
+def look_closer(chunks: Iterable[nn.Module] | nn.Module) -> None:
     """Audit every router's next step; call it before the step's first forward pass."""
     for router in _routers(chunks):
         router.audit = Audit(router.top_k)
 
 
 def update_biases(
-    chunks: Iterable[nn.Module], group: Any = None, discard: bool = False
+    chunks: Iterable[nn.Module] | nn.Module, group: Any = None, discard: bool = False
 ) -> dict[int, dict[str, float]]:
     """``start_update`` and ``finish`` at once; with ``discard`` nothing is sent, biases stay, and the result
     is empty. Called again without new tokens it changes nothing."""
@@ -144,9 +159,10 @@ def update_biases(
     return start_update(chunks, group).finish()
 
 
-def _routers(chunks: Iterable[nn.Module]) -> list[K3Router]:
+def _routers(chunks: Iterable[nn.Module] | nn.Module) -> list[K3Router]:
     """The routers of all chunks, each of which its chunk trains."""
     found: list[K3Router] = []
+    chunks = [chunks] if isinstance(chunks, nn.Module) else chunks
     for chunk in chunks:
         own = [module for module in chunk.modules() if isinstance(module, K3Router)]
         trained = getattr(chunk, "param_to_bucket_group", None)  # megatron-core's DistributedDataParallel

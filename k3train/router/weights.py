@@ -18,7 +18,7 @@ def route_weights(logits: Tensor, experts: Tensor) -> Tensor:
     logits [n, all experts]; ``experts`` int64 [n, k], no expert twice in a row. In fp32 on a GPU one kernel
     in each direction.
     """
-    if logits.is_cuda and logits.dtype is torch.float32:
+    if logits.is_cuda and logits.dtype is torch.float32 and logits.numel():
         return _RouteWeights.apply(logits, experts)  # pyright: ignore[reportReturnType]
     chosen = torch.sigmoid(logits.gather(-1, experts))
     return chosen / (chosen.sum(-1, keepdim=True) + _TINY)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from k3train.kernels.kda.chunked import kda_chunked
 from k3train.kernels.kda.context_parallel import ContextParallelExchange
+from k3train.kernels.kda.reference import state_dtype
 from k3train.kernels.kda.segments import Ends
 from k3train.kernels.kda.triton_kda import Keep, is_available, triton_kda
 from k3train.kernels.packing import Packing, check_packed
@@ -55,7 +56,8 @@ def kda(
 
     ``keep`` trades memory for a shorter backward pass where the path can, see ``triton_kda``.
     With a ``cp_group`` of several ranks every rank of it must call this, forward and backward.
-    Raises ValueError for shapes that do not belong together and for a bound outside [-5, 0).
+    Raises ValueError for shapes that do not belong together, those of packed documents and states among them,
+    and for a bound outside [-5, 0).
     """
     inputs = q, k, v, z, beta, A_log, dt_bias
     _check_shapes(q, {"k": k, "v": v, "z": z, "beta": beta, "A_log": A_log, "dt_bias": dt_bias})
@@ -66,9 +68,13 @@ def kda(
         raise ValueError("initial and final states need whole documents: run with context parallel degree 1")
     if packing is not None:
         check_packed(q, packing)
+    if initial_state is not None:
+        _check_states(initial_state, q, packing)
+    if q.shape[0] == 0 or q.shape[2] == 0:
+        return _nothing(*inputs), _no_states(q, packing) if output_final_state else None
     same_dtype = all(x.dtype is q.dtype for x in (k, v, z, beta))
     exchange = ContextParallelExchange(cp_group) if sharded else None
-    if same_dtype and choose(q.device, q.dtype, q.shape[-1], gate_lower_bound)[0]:
+    if q.numel() and same_dtype and choose(q.device, q.dtype, q.shape[-1], gate_lower_bound)[0]:
         return triton_kda(
             *inputs,
             gate_lower_bound=gate_lower_bound,
@@ -114,6 +120,31 @@ def _check_shapes(q: Tensor, others: dict[str, Tensor]) -> None:
                 f"{name} has shape {tuple(tensor.shape)}: with q [b, t, h, d] = {list(whole)} kda needs "
                 f"{wanted}"
             )
+
+
+def _states_shape(q: Tensor, packing: Packing | None) -> tuple[int, ...]:
+    documents = q.shape[0] if packing is None else len(packing.local_cu_seqlens) - 1
+    heads, channels = q.shape[2:]
+    return documents, heads, channels, channels
+
+
+def _check_states(states: Tensor, q: Tensor, packing: Packing | None) -> None:
+    wanted = _states_shape(q, packing)
+    if tuple(states.shape) != wanted:
+        raise ValueError(
+            f"initial_state has shape {tuple(states.shape)}: kda needs [documents (or b), h, d, d] = {wanted}"
+        )
+
+
+def _nothing(
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> Tensor:
+    """o without rows or heads; every input takes part, so that its gradient is there."""
+    return (q + k + v + z + beta[..., None] + A_log[:, None] + dt_bias.view(q.shape[2:])).to(v.dtype)
+
+
+def _no_states(q: Tensor, packing: Packing | None) -> Tensor:
+    return q.new_empty(_states_shape(q, packing), dtype=state_dtype(q))
 
 
 def _ends(packing: Packing | None, cp_group: Any) -> Ends:

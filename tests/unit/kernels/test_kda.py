@@ -325,3 +325,30 @@ def test_shapes_that_do_not_belong_together_are_refused(change, told) -> None:
 def test_a_bound_that_fp32_could_not_hold_is_refused(bound: float) -> None:
     with pytest.raises(ValueError, match=f"gate_lower_bound = {bound:g} must be at least -5 and less than 0"):
         kda(*draw("random", 8), gate_lower_bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("given", "packing"), [((2, 3, 4, 4), None), ((96,), None), ((2, 4, 4), None), ((1, 2, 4, 4), (0, 5, 9))]
+)
+def test_states_of_another_layout_are_refused(
+    given: tuple[int, ...], packing: tuple[int, ...] | None
+) -> None:
+    b, h = (3, 2) if packing is None else (1, 2)
+    inputs = draw("random", 9, b=b, h=h, d=4)
+    ok = (b if packing is None else 2, h, 4, 4)
+    places = None if packing is None else packed(packing)
+    needs = re.escape(f"initial_state has shape {given}: kda needs [documents (or b), h, d, d] = {ok}")
+    with pytest.raises(ValueError, match=needs):
+        kda(*inputs, gate_lower_bound=BOUND, packing=places, initial_state=torch.zeros(given))
+    kda(*inputs, gate_lower_bound=BOUND, packing=places, initial_state=torch.zeros(ok))
+
+
+@pytest.mark.parametrize(("b", "h"), [(0, 2), (2, 0)])
+def test_no_rows_or_heads(b: int, h: int) -> None:
+    inputs = leaves(draw("random", 5, b=b, h=h, d=4))
+    o, states = kda(*inputs, gate_lower_bound=BOUND, output_final_state=True)
+    assert states is not None
+    assert o.shape == inputs[2].shape
+    assert states.shape == (b, h, 4, 4)
+    grads = torch.autograd.grad(o.sum(), inputs)
+    assert not any(grad.any() for grad in grads)

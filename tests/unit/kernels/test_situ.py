@@ -83,3 +83,12 @@ def test_bf16_kernel_matches_fp32_formula_on_the_gpu(channels, weighted):
     theirs = torch.autograd.grad(expected, wide, direction.double())
     for found, right in zip((out, *mine), (expected, *theirs), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=1e-6 * float(right.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "weight"), [((4, 8), (4, 4), None), ((4, 8), (4, 1), None), ((4, 8), (4, 8), (4, 1))]
+)
+def test_shapes_that_do_not_belong_together_are_refused(gate, up, weight):
+    given = [torch.randn(gate), torch.randn(up), None if weight is None else torch.randn(weight)]
+    with pytest.raises(ValueError, match=r"gate has shape \(4, 8\), up .*: situ_glu needs gate and up"):
+        situ_glu(given[0], given[1], 4.0, 25.0, given[2])

@@ -200,3 +200,14 @@ def test_rms_norm_equals_torch_and_keeps_fp32_weights():
     out.sum().backward()
     assert weight.grad is not None
     assert (out.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_sources_may_come_one_by_one():
+    sources, query, norm = _inputs(3)
+    assert torch.equal(mix(iter(sources), query, norm, 1e-5), mix(sources, query, norm, 1e-5))
+
+
+def test_a_norm_weight_that_would_be_spread_is_refused():
+    sources, query, norm = _inputs(2)
+    with pytest.raises(ValueError, match=r"query has shape \(8,\) and norm_weight \(1,\): mix needs \[c\]"):
+        mix(sources, query, norm[:1], 1e-5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -57,6 +58,7 @@ def told(rank: int) -> dict[str, str]:
         "none": lambda: mix(()),
         "unequal": lambda: mix((tokens, tokens[:2])),
         "narrow": lambda: mix((tokens[..., :8], tokens[..., :8])),
+        "no token axis": lambda: mix((tokens[0, 0], tokens[0, 0])),
     }
     found = {}
     for name, attempt in tries.items():
@@ -69,7 +71,7 @@ def told(rank: int) -> dict[str, str]:
 def test_wrong_use_is_told_in_a_sentence():
     (found,) = run_ranks(1, told)
     missing = "settings is missing, and a plain TransformerConfig has none of K3's: pass settings="
-    shape = "pass one or more of one shape, [..., 16]"
+    shape = "pass one or more of one shape, [tokens ..., 16]"
     assert found == {
         "no kda settings": f"{missing}k3train.config.schema.Kda(...)",
         "no situ settings": f"{missing}k3train.config.schema.Situ(...)",
@@ -82,4 +84,84 @@ def test_wrong_use_is_told_in_a_sentence():
         "none": f"sources are none: {shape}",
         "unequal": f"sources are (4, 2, 16), (2, 2, 16): {shape}",
         "narrow": f"sources are (4, 2, 8), (4, 2, 8): {shape}",
+        "no token axis": f"sources are (16,), (16,): {shape}",
     }
+
+
+def fed_wrongly(rank: int) -> dict[str, str]:
+    config, groups = make_config(), start_one()
+    layers = {
+        "kda": KdaAttention(config, 1, groups, settings=KDA),
+        "mlp": SituMlp(config, 32, groups, settings=Situ()),
+    }
+    inputs = {
+        "flat": torch.randn(4, 16),
+        "narrow": torch.randn(4, 2, 8),
+        "bf16": torch.randn(4, 2, 16).bfloat16(),
+    }
+    found = {}
+    for layer, module in layers.items():
+        for name, x in inputs.items():
+            with pytest.raises(ValueError) as error:  # noqa: PT011 - the test compares the sentence
+                module(x)
+            found[f"{layer} {name}"] = str(error.value)
+    return found
+
+
+def test_hidden_states_that_do_not_fit_are_told_in_a_sentence():
+    (found,) = run_ranks(1, fed_wrongly)
+    sentences = {
+        "flat": "hidden states have shape (4, 16): the layer needs [s, b, 16]",
+        "narrow": "hidden states have shape (4, 2, 8): the layer needs [s, b, 16]",
+        "bf16": "hidden states are torch.bfloat16 and the layer's weights torch.float32: cast one of "
+        "them, as megatron-core's Float16Module does for a whole model",
+    }
+    assert found == {f"{layer} {name}": told for layer in ("kda", "mlp") for name, told in sentences.items()}
+
+
+def documents_of(layer: KdaAttention, borders: list[int] | None) -> torch.Tensor:
+    packed = PackedSeqParams(cu_seqlens_q=None if borders is None else torch.tensor(borders))
+    x = torch.randn(16, 1, 16, generator=torch.Generator().manual_seed(3))
+    return layer(x, None, packed)[0]
+
+
+def packed_wrongly(rank: int) -> list[str]:
+    layer, found = KdaAttention(make_config(), 1, start_one(), settings=KDA), []
+    for borders in (None, [], [0], [8, 16], [0, 10, 5, 16], [0, 20]):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the test compares the sentence
+            documents_of(layer, borders)
+        found.append(str(error.value))
+    whole = documents_of(layer, [0, 5, 16])
+    assert torch.equal(documents_of(layer, [0, 5, 5, 16]), whole)  # an empty document is one
+    assert torch.equal(documents_of(layer, [0, 5]), whole)  # what follows the last is padding
+    return found
+
+
+def test_documents_that_cannot_lie_so_are_told_in_a_sentence():
+    (found,) = run_ranks(1, packed_wrongly)
+    none, order = "names no document: give 0 and the end of each", "must begin with 0 and not go back"
+    assert [told.partition(": it holds")[0] for told in found] == [
+        f"cu_seqlens_q = None {none}",
+        f"cu_seqlens_q = [] {none}",
+        f"cu_seqlens_q = [0] {none}",
+        f"cu_seqlens = [8, 16] {order}",
+        f"cu_seqlens = [0, 10, 5, 16] {order}",
+        "packed documents need (1, 20) rows and tokens on this rank, got (1, 16)",
+    ]
+
+
+def passed_nothing(rank: int) -> None:
+    config, groups = make_config(), start_one()
+    layers = [KdaAttention(config, 1, groups, settings=KDA, **how) for how in ({}, {"again": True})]
+    for layer in [*layers, SituMlp(config, 32, groups, settings=Situ())]:
+        for shape in ((0, 2, 16), (4, 0, 16)):
+            x = torch.zeros(shape, requires_grad=True)
+            out, _ = layer(x)
+            assert out.shape == x.shape
+            out.sum().backward()
+            # a gradient for every parameter: megatron-core's DistributedDataParallel waits for each
+            assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+def test_layers_take_no_tokens_and_no_rows():
+    run_ranks(1, passed_nothing)

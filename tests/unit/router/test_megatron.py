@@ -76,6 +76,76 @@ def test_more_choices_than_experts_are_refused(top_k: int, rule: str) -> None:
         make_router(Router(rule=schema.RouterRule[rule]), moe_router_topk=top_k)
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"moe_router_topk": 0}, r"top_k=0 \(moe_router_topk\) must be a whole number from 1 to .*experts=8"),
+        ({"moe_router_topk": -1}, r"top_k=-1 \(moe_router_topk\) must be a whole number from 1 to"),
+        ({"moe_router_topk": None}, r"top_k=None \(moe_router_topk\) must be a whole number from 1 to"),
+        ({"num_moe_experts": None}, "num_moe_experts is None: set the number of experts"),
+        ({"moe_router_dtype": "bf16"}, "moe_router_dtype=bf16 must be fp32 or fp64, or None"),
+        ({"moe_router_topk_scaling_factor": 0.0}, "topk_scaling_factor=0.0 must be a number above 0"),
+        (
+            {"moe_router_topk_scaling_factor": float("nan")},
+            "factor=nan must be a number above 0",
+        ),
+    ],
+)
+def test_config_values_that_cannot_be_are_refused(option: dict[str, Any], told: str) -> None:
+    config = make_config()
+    for name, value in option.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=told):
+        MegatronRouter(config)
+
+
+def test_inputs_and_masks_of_another_shape_are_refused() -> None:
+    router, x = make_router(), torch.randn(6, 2, 16)
+    with pytest.raises(ValueError, match=r"padding_mask has shape \(2, 6\): .* \[s, b\] = \[6, 2\]"):
+        router(x, torch.zeros(2, 6, dtype=torch.bool))
+    for wrong in (x[..., :8], x[0]):
+        with pytest.raises(ValueError, match=r"input has shape .*: the router needs \[s, b, 16\]"):
+            router(wrong)
+    router(x, torch.tensor([[False, True]] * 6))
+    assert update_biases([router])[1]["tokens"] == 6
+
+
+@pytest.mark.parametrize("rule", schema.RouterRule)
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_no_tokens_are_routed_like_any(rule: schema.RouterRule, shape: tuple[int, int]) -> None:
+    router = make_router(Router(rule=rule))
+    x = torch.zeros(*shape, 16, requires_grad=True)
+    weights, chosen = router(x, torch.zeros(shape, dtype=torch.bool))
+    assert weights.shape == chosen.shape == (0, 8)
+    weights.sum().backward()
+    assert x.grad is not None
+    assert router.weight.grad is not None
+    assert not router.weight.grad.any()
+    assert update_biases([router])[1]["tokens"] == 0
+    assert not router.bias.any()
+
+
+def test_a_model_may_come_without_a_list() -> None:
+    router = make_router()
+    route(router)
+    assert update_biases(router)[1]["tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    ("biases", "told"),
+    [
+        (torch.zeros(8), r"biases have shape \(8,\): .* \[routers, experts\] = \(1, 8\)"),
+        (torch.zeros(1, 4), r"biases have shape \(1, 4\)"),
+        (torch.tensor([[0.0] * 7 + [float("nan")]]), "biases hold numbers that are not finite"),
+    ],
+)
+def test_biases_that_cannot_be_are_refused(biases: torch.Tensor, told: str) -> None:
+    router = make_router()
+    with pytest.raises(ValueError, match=told):
+        set_biases([router], biases)
+    assert not router.bias.any()
+
+
 def test_a_wrong_setting_survives_megatron_core_s_spec():
     wrong = ModuleSpec(MegatronRouter, params={"settings": Router(quantile=Quantile(bins=0))})
     with pytest.raises(ValueError, match=r"quantile.bins = 0 must be at least 2. Use 2 or more. \[range\]"):

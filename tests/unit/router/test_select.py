@@ -74,6 +74,28 @@ def test_the_cpu_takes_plain_torch_in_any_dtype() -> None:
         assert int(got.loads.sum()) == 3 * int(got.valid.sum())  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("logits", "bias", "top_k", "told"),
+    [
+        (
+            (2, 4, 3),
+            (3,),
+            2,
+            "logits have shape (2, 4, 3) and bias (3,): select needs [n, experts] and [experts]",
+        ),
+        ((4, 3), (1,), 2, "logits have shape (4, 3) and bias (1,): select needs [n, experts] and [experts]"),
+        ((4, 3), (3,), 5, "top_k = 5 must be at least 1 and at most the 3 experts"),
+        ((4, 3), (3,), 0, "top_k = 0 must be at least 1 and at most the 3 experts"),
+    ],
+)
+def test_what_cannot_be_selected_from_is_refused(
+    logits: tuple[int, ...], bias: tuple[int, ...], top_k: int, told: str
+) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the test compares the sentence
+        select(torch.randn(logits), torch.randn(bias), top_k, None)
+    assert str(refused.value) == told
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("n", "experts", "k", "bins"), [*SHAPES, (4097, 896, 16, 1000)])
