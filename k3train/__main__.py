@@ -123,7 +123,9 @@ def sample(arguments: list[str]) -> int:
     parser.add_argument(
         "--tokens", type=int, help="tokens to write, up to the run's longest context (default 100)"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 (the likeliest token), or 0.001 to 1000"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="instead of the run's newest; of the same model")
     options = parser.parse_args(arguments)
@@ -131,8 +133,10 @@ def sample(arguments: list[str]) -> int:
         parser.error("argument --prompt: is not UTF-8; give text")
     if options.tokens is not None and options.tokens < 0:
         parser.error(f"argument --tokens: {options.tokens} is negative; use 0 or more")
-    if not 0 <= options.temperature < float("inf"):
-        parser.error(f"argument --temperature: {options.temperature} is not a temperature; use 0 or more")
+    if options.temperature != 0 and not 1e-3 <= options.temperature <= 1e3:
+        parser.error(
+            f"argument --temperature: {options.temperature} is out of range; use 0, or 0.001 to 1000"
+        )
     if not 0 <= options.seed < 2**32:
         parser.error(f"argument --seed: {options.seed} is out of range; use 0 to {2**32 - 1}")
     from k3train.train.sample import sample as write

@@ -30,6 +30,7 @@ def bench(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
         list_items(console)
         return 0
     if options.what == "show":
+        _refuse_options(parser, options)
         return _show(options.files, console)
     if options.files:
         raise BadInput(f"{options.files[0]}: several items are separated by commas, such as kda,situ")
@@ -72,6 +73,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--audit", action="store_true", help="of kda: exponents and errors, instead of times")
     parser.add_argument("--gate-lower-bound", type=float, metavar="G", help="of --audit (default -5)")
+
+
+def _refuse_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    for name, value in vars(options).items():
+        if name not in ("what", "files") and value != parser.get_default(name):
+            raise BadInput(
+                f"--{name.replace('_', '-')} has no effect on show, which prints a file; leave it out"
+            )
 
 
 def _show(files: list[str], console: Console) -> int:
@@ -130,6 +139,8 @@ def _peers(text: str) -> list[str]:
     if text in ("auto", "none"):
         return list(PEERS) if text == "auto" else []
     for name in text.split(","):
+        if name in ("auto", "none"):
+            raise BadInput(f"--peers {text}: {name} stands alone; use --peers {name}, or name peers only")
         if name not in PEERS:
             near = closest_word(name, PEERS)
             hint = f"did you mean {near}?" if near else f"there are auto, none, {', '.join(PEERS)}"

@@ -236,6 +236,13 @@ def test_listing_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         (["model", "--shape", "proxy=2"], "proxy must be 0"),
         (["all", "--shape", "tokens=8"], "--shape needs one item"),
         (["kda", "--peers", "fla,automodl"], "did you mean automodel?"),
+        (
+            ["situ", "--peers", "none,fla"],
+            "--peers none,fla: none stands alone; use --peers none, or name peers",
+        ),
+        (["situ", "--peers", "fla,auto"], "--peers fla,auto: auto stands alone"),
+        (["show", "{tmp}/times.json", "--device", "cpu"], "--device has no effect on show"),
+        (["show", "{tmp}/times.json", "--item-seconds", "3"], "--item-seconds has no effect on show"),
         (["kda", "--budget", "0"], "--budget 0 is no length of time"),
         (["kda", "--item-seconds", "nan"], "--item-seconds nan is no length of time"),
         (["kda", "--settings", "-1"], "--settings -1 is negative"),

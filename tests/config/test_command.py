@@ -265,6 +265,8 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
         ["--tokens", "-1"],
         ["--temperature", "-1"],
         ["--temperature", "nan"],
+        ["--temperature", "1e-40"],
+        ["--temperature", "1e30"],
         ["--seed", "-1"],
         ["--seed", "9" * 30],
     ],

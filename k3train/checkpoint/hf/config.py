@@ -24,6 +24,7 @@ _FIXED: dict[str, Any] = {
     "hidden_act": "situ",
     "mla_use_nope": True,
     "mla_use_output_gate": True,
+    "model_type": "kimi_linear",
     "linear_attn_config.use_full_rank_gate": True,
     "moe_layer_freq": 1,
     "moe_renormalize": True,
@@ -36,8 +37,8 @@ _FIXED: dict[str, Any] = {
 }
 """Choices of the release that k3train has no setting for: another value is another architecture."""
 _MAY_BE_ABSENT = frozenset(
-    "moe_layer_freq moe_renormalize moe_router_activation_func num_expert_group routed_scaling_factor "
-    "topk_group topk_method use_grouped_topk".split()
+    "model_type moe_layer_freq moe_renormalize moe_router_activation_func num_expert_group "
+    "routed_scaling_factor topk_group topk_method use_grouped_topk".split()
 )
 """Of those, what the release's configuration class fills in with the value above."""
 
@@ -79,7 +80,7 @@ _HAVE_A_KEY = frozenset({*_SIZES.values(), *(ours for ours, _ in _OPTIONAL.value
 
 _ALSO_READ = frozenset(
     "linear_attn_config.full_attn_layers linear_attn_config.kda_layers linear_attn_config.num_heads "
-    "num_key_value_heads dtype torch_dtype tie_word_embeddings quantization_config model_type "
+    "num_key_value_heads dtype torch_dtype tie_word_embeddings quantization_config "
     "architectures k3train".split()
 )
 _WITHOUT_EFFECT = frozenset(
@@ -161,7 +162,6 @@ def to_config(
     official: dict[str, Any] = {key: _get(plain, ours) for key, ours in _SIZES.items()}
     official |= {key: _get(plain, ours) for key, (ours, _) in _OPTIONAL.items()} | _FIXED
     official |= {
-        "model_type": "kimi_linear",
         "dtype": _DTYPES[precision],
         "num_key_value_heads": model.num_heads,
         "linear_attn_config.num_heads": model.num_heads,

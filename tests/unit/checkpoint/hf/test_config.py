@@ -201,6 +201,9 @@ def test_another_precision_is_the_only_thing_an_export_may_change() -> None:
     ("config", "words"),
     [
         (changed(PUBLISHED, hidden_act="silu"), "hidden_act = 'silu'; k3train computes 'situ' only"),
+        (changed(PUBLISHED, model_type="x"), "model_type = 'x'; k3train computes 'kimi_linear' only"),
+        (changed(PUBLISHED, model_type=-1), "model_type = -1; k3train"),
+        (changed(PUBLISHED, model_type=[]), "model_type = []; k3train"),
         (changed(PUBLISHED, routed_scaling_factor=2.5), "routed_scaling_factor = 2.5"),
         (changed(PUBLISHED, mla_use_output_gate=None), "mla_use_output_gate is missing"),
         (changed(PUBLISHED, num_experts=None), "num_experts is missing"),
