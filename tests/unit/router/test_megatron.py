@@ -125,6 +125,23 @@ def test_no_tokens_are_routed_like_any(rule: schema.RouterRule, shape: tuple[int
     assert not router.bias.any()
 
 
+def update_beside_an_idle_rank(rank: int, rule: schema.RouterRule) -> tuple[list[float], float]:
+    groups, router = start_two(rank), make_router(Router(rule=rule))
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randn(10, 4, 16, generator=g) if rank == 0 else torch.zeros(0, 4, 16)
+    router(tokens)[0].sum().backward()
+    numbers = update_biases([router], groups.tp_dp_cp)
+    return router.bias.tolist(), numbers[1]["tokens"]
+
+
+@pytest.mark.parametrize("rule", schema.RouterRule)
+def test_ranks_without_tokens_get_the_biases_of_those_that_have_some(rule: schema.RouterRule) -> None:
+    alone = make_router(Router(rule=rule))
+    route(alone, 40)
+    update_biases([alone])
+    assert run_ranks(2, update_beside_an_idle_rank, rule) == [(alone.bias.tolist(), 40)] * 2
+
+
 def test_a_model_may_come_without_a_list() -> None:
     router = make_router()
     route(router)
