@@ -86,8 +86,9 @@ def read_record(path: Path) -> Record:
         body = json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError):
         raise BadInput(f"{path} is no JSON; give a file that k3train bench --out has written") from None
-    except IsADirectoryError:
-        raise BadInput(f"{path} is a folder; give a file that k3train bench --out has written") from None
+    except (IsADirectoryError, FileNotFoundError) as error:
+        what = "does not exist" if isinstance(error, FileNotFoundError) else "is a folder"
+        raise BadInput(f"{path} {what}; give a file that k3train bench --out has written") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise BadInput(f"{path} was not written by k3train bench: its format is not {FORMAT!r}")
     known = {each.name for each in fields(Row)}

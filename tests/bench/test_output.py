@@ -30,6 +30,15 @@ def test_no_file_is_replaced_and_none_is_left_empty(tmp_path: Path, monkeypatch:
     assert (tmp_path / "a.json").read_text() == "mine"
 
 
+def test_a_file_that_does_not_exist_is_answered_with_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "show", str(tmp_path / "no.json")]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/no.json does not exist; give a file that k3train bench --out has written\n"
+    )
+
+
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

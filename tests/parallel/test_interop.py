@@ -226,5 +226,8 @@ def test_the_command_says_what_it_did(
     assert main(["convert", "import", str(tmp_path / "no"), str(tmp_path / "x")]) == 2
     assert "config.json is missing" in capsys.readouterr().err
     assert main(["convert", "export", str(tmp_path), str(tmp_path / "x")]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path} is no checkpoint, and {tmp_path}/checkpoints holds none: give a ")
+    assert main(["convert", "export", str(tmp_path / "no"), str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/no does not exist: give a trained run's folder")
     assert not (tmp_path / "x").exists()

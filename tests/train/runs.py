@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from k3train.config.schema import (
     Stage,
     StageParallel,
 )
+from k3train.data.corpus import file_sha256
 from k3train.drill import tiny
 from k3train.drill.tiny import VOCAB
 from k3train.monitor.metrics_file import METRICS
@@ -79,6 +81,22 @@ def make_run(folder: Path, *, ranks: int = 1, **changes: object) -> Run:
         "cluster": Cluster(ranks_per_node=ranks, collective_timeout_seconds=60),
     }
     return Run(**{**settings, **changes})
+
+
+def give_tokenizer(run: Run) -> None:
+    """Give ``run``, whose corpus has none, a tokenizer of words: ``w5`` is token 5."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    corpus = Path(next(iter(run.data.sources.values())).path).parent
+    path = corpus / "tokenizer.json"
+    words = {f"w{number}": number for number in range(VOCAB - 1)}
+    counting: Any = Tokenizer(models.WordLevel({**words, "?": VOCAB - 1}, unk_token="?"))
+    counting.pre_tokenizer = pre_tokenizers.Whitespace()
+    counting.save(str(path))
+    run.data.tokenizer = str(path)
+    for manifest in corpus.glob("*/manifest.json"):
+        made_with = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**made_with, "tokenizer_sha256": file_sha256(path)}))
 
 
 def train_rank(rank: int, run: Run) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +19,9 @@ from k3train.checkpoint.folder import committed
 from k3train.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from k3train.config.compose import save_resolved, to_yaml
 from k3train.config.schema import Checkpoint, Run
-from k3train.data.corpus import file_sha256
 from k3train.train.__main__ import main as rank_program
 from tests.train.commands import command
-from tests.train.runs import VOCAB, make_run, train_run
+from tests.train.runs import give_tokenizer, make_run, train_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,19 +92,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with one checkpoint, a tokenizer and steps left."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("trained")
-    run = make_run(folder)
-    tokenizer = folder / "tokenizer.json"
-    words = {f"w{number}": number for number in range(VOCAB - 1)}
-    counting: Any = Tokenizer(models.WordLevel({**words, "?": VOCAB - 1}, unk_token="?"))
-    counting.pre_tokenizer = pre_tokenizers.Whitespace()
-    counting.save(str(tokenizer))
-    run.data.tokenizer = str(tokenizer)
-    for manifest in (folder / "corpus").glob("*/manifest.json"):
-        made_with = json.loads(manifest.read_text())
-        manifest.write_text(json.dumps({**made_with, "tokenizer_sha256": file_sha256(tokenizer)}))
+    run = make_run(tmp_path_factory.mktemp("trained"))
+    give_tokenizer(run)
     run.curriculum.eval_one_ahead = False
     assert train_run(run) == [0]
     newest, *others = (path for _, path in committed(Path(run.dir) / "checkpoints"))
