@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from k3train.config.build import Builder, to_plain
+from k3train.config.experiment import experiment_problems
 from k3train.config.files import read_mapping, unsafe_content
 from k3train.config.keys import closest_word
 from k3train.config.origin import file_of
@@ -49,6 +50,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None) -> Run:
     problems = list(sorted_in.problems)
     files = sorted(directory.rglob("*.yaml"))
     problems += [problem for path in files for problem in unsafe_content(path)]
+    if len(problems) == len(sorted_in.problems):
+        problems += experiment_problems(directory, CONFIG_NAME, sorted_in.accepted)
     if len(problems) > len(sorted_in.problems):
         raise ConfigError(problems)
     try:

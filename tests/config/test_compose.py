@@ -319,6 +319,44 @@ def test_misspelt_key_in_an_experiment(configs: Path) -> None:
     assert all("experiment/mine.yaml" in problem.rule for problem in problems)
 
 
+def own_experiment(configs: Path, text: str) -> Path:
+    file = configs / "experiment" / "mine.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_an_experiment_without_its_first_line_is_told_so(configs: Path) -> None:
+    file = own_experiment(configs, "# Mine.\nname: mine\nseed: 3\noptim:\n  beta1: 0.8\n")
+    problem = only(["experiment=mine"], configs)
+    assert (problem.id, problem.fix) == ("config.experiment", "Make '# @package _global_' its first line")
+    assert f"{file} does not begin with '# @package _global_'" in problem.rule
+    file.write_text("# Mine.\n# @package _global_\nseed: 3\n")  # Hydra reads no line after another comment
+    assert only(["experiment=mine"], configs).id == "config.experiment"
+    file.write_text("\n#  @package  _global_\n# Mine.\nseed: 3\n")
+    assert compose(["experiment=mine"], configs).seed == 3
+
+
+@pytest.mark.parametrize("key", ["model", "/model", "override model"])
+def test_an_experiment_that_selects_a_file_must_override(configs: Path, key: str) -> None:
+    file = own_experiment(configs, f"# @package _global_\ndefaults:\n  - {key}: k3_3b\n")
+    problem = only(["experiment=mine"], configs)
+    assert problem.fix == "Write '- override /model: k3_3b'"
+    assert f"{file} has '{key}: k3_3b'" in problem.rule
+
+
+def test_an_experiment_that_selects_what_is_not_there_is_named(configs: Path) -> None:
+    file = own_experiment(configs, "# @package _global_\ndefaults:\n  - override /model: k3_3\n")
+    problem = only(["experiment=mine"], configs)
+    assert (problem.key, problem.value, problem.fix) == ("model", "k3_3", "Did you mean k3_3b?")
+    assert str(file) in problem.rule
+
+
+def test_an_experiment_that_begins_from_another(configs: Path) -> None:
+    own_experiment(configs, "# @package _global_\ndefaults:\n  - k3\n  - _self_\nname: mine\n")
+    run = compose(["experiment=mine"], configs)
+    assert (run.name, run.model.num_layers) == ("mine", 93)
+
+
 def test_wrong_value_in_a_file_names_the_file(configs: Path) -> None:
     (configs / "model" / "mine.yaml").write_text("precision: fp16\n")
     problem = only(["model=mine"], configs)
