@@ -16,7 +16,8 @@ from k3train.data.indexed import CorpusError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; 1 with one sentence on stderr when a corpus is not what it should be."""
+    """Command line; 2 with one sentence on stderr when a corpus is not what it should be, 3 when it cannot be
+    read or written."""
     parser = argparse.ArgumentParser(
         prog="python data/seal.py",
         description="Write the manifest and checksums of folders with tokens.bin and tokens.idx (Megatron's "
@@ -36,15 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.verify and options.tokenizer is None:
         parser.error("--tokenizer is needed to seal")
-    failed = False
+    code = 0
     for folder in options.folders:
         try:
             manifest = verify(folder) if options.verify else _seal(folder, options)
             print(f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, all hashes match")
         except (CorpusError, OSError) as error:
             print(error, file=sys.stderr)
-            failed = True
-    return int(failed)
+            code = max(code, 2 if isinstance(error, CorpusError) else 3)
+    return code
 
 
 def _seal(folder: Path, options: argparse.Namespace) -> Manifest:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from k3train.data.indexed import (
+    REBUILD,
     CorpusError,
     IndexedReader,
     IndexedWriter,
@@ -26,7 +27,6 @@ from k3train.data.indexed import (
 )
 
 FORMAT = "k3train corpus 1"
-REBUILD = "build the corpus again (python data/build.py) or copy it again"
 
 
 def manifest_path(folder: Path) -> Path:
@@ -140,6 +140,11 @@ def seal(
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a corpus; raises CorpusError when it is missing or of another format."""
     path = manifest_path(folder)
+    if not folder.exists():
+        raise CorpusError(
+            f"{folder} does not exist; correct the path or build the corpus "
+            "(the tiny one: python data/build.py tiny)."
+        )
     if not path.is_file():
         if inside := sorted(str(each.parent) for each in folder.glob(f"*/{path.name}")):
             raise CorpusError(f"{folder} is not a corpus but holds some; give {' or '.join(inside)}.")

@@ -25,6 +25,10 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 _READ_TRIES = 3
 
 
+REBUILD = "copy it again or build it again (the tiny corpus: python data/build.py tiny)"
+"""What to do about a corpus that is not whole; ``it`` is the corpus or one of its files."""
+
+
 class CorpusError(BadInput):
     """A corpus is broken, unfinished or not the one expected; the message says which file and what to do."""
 
@@ -52,7 +56,7 @@ class IndexedReader:
         self.bin_path = bin_path
         for path in (bin_path, idx_path):
             if not path.is_file():
-                raise CorpusError(f"{path} does not exist; build the corpus again (python data/build.py).")
+                raise CorpusError(f"{path} does not exist; {REBUILD}.")
         self.dtype, lengths, pointers, documents = _read_index(idx_path)
         itemsize = self.dtype.itemsize
         ends = np.cumsum(lengths, dtype=np.int64) * itemsize
@@ -66,7 +70,7 @@ class IndexedReader:
         if expected != actual:
             raise CorpusError(
                 f"{bin_path} has {actual:,} bytes where its index {idx_path.name} says {expected:,}; "
-                "copy or build the corpus again."
+                f"{REBUILD}."
             )
         borders = np.concatenate([[0], ends])[documents] // itemsize
         self.starts: np.ndarray = borders[:-1]
@@ -134,7 +138,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     if len(raw) not in (sizes[-1], sizes[-1] + sequences):
         raise CorpusError(
             f"{path} has {len(raw):,} bytes where its header says {sizes[-1]:,}; "
-            "copy or build the corpus again."
+            f"{REBUILD}."
         )
     lengths = np.frombuffer(raw, np.int32, sequences, sizes[0])
     pointers = np.frombuffer(raw, np.int64, sequences, sizes[1])

@@ -41,18 +41,19 @@ def open_corpora(run: Run, paths: dict[str, str], group: str) -> dict[str, Corpu
     corpora: dict[str, Corpus] = {}
     errors: list[str] = []
     for name, path in paths.items():
+        key = f"data.{group}.{name}{'.path' if group == 'sources' else ''}"
         try:
             corpus = Corpus(
                 Path(path), vocab_size=run.model.vocab_size, allow_unsealed=run.data.allow_unsealed
             )
         except CorpusError as error:
-            errors.append(f"data.{group}.{name}: {error}")
+            errors.append(f"{key}: {error}")
             continue
         corpora[name] = corpus
         if expected and corpus.manifest and corpus.manifest.tokenizer_sha256 != expected:
             errors.append(
-                f"data.{group}.{name}: {path} was made with another tokenizer than data.tokenizer = "
-                f"{tokenizer}; build the corpus again or point data.tokenizer at the file beside it."
+                f"{key}: {path} was made with another tokenizer than data.tokenizer = {tokenizer}; "
+                "build the corpus again or point data.tokenizer at the file beside it."
             )
     if errors:
         for corpus in corpora.values():

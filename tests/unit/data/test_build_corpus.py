@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -235,6 +236,16 @@ def test_a_directory_is_one_document_and_its_tests_are_left_out(tmp_path: Path) 
     assert inner.title == "p/q"
 
 
+def test_the_command_that_messages_advise_builds_the_corpus(tmp_path: Path, collected: None) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, words in (("nowhere", "does not exist"), ("empty", "so it is unfinished or no corpus")):
+        with pytest.raises(CorpusError, match=words) as error:
+            Corpus(tmp_path / name, vocab_size=599)
+        found = re.search(r"\(the tiny [a-z]+: python data/build\.py ([^)]*)\)", str(error.value))
+        assert found
+        assert build.main([*found[1].split(), "--out", str(tmp_path)]) == 0
+
+
 def test_foreign_token_files_can_be_sealed_and_verified(
     tmp_path: Path, collected: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,16 +256,18 @@ def test_foreign_token_files_can_be_sealed_and_verified(
         shutil.copy(tmp_path / "tiny" / "docs" / name, foreign)
     tokenizer = ["--tokenizer", str(tmp_path / "tiny" / "tokenizer.json")]
     capsys.readouterr()
-    assert seal.main([str(foreign), "--verify"]) == 1
+    assert seal.main([str(foreign), "--verify"]) == 2
     assert "has no manifest.json" in capsys.readouterr().err
-    assert seal.main([str(foreign), *tokenizer, "--eod", "</s>"]) == 1
+    assert seal.main([str(tmp_path / "nowhere"), "--verify"]) == 2
+    assert f"{tmp_path}/nowhere does not exist; " in capsys.readouterr().err
+    assert seal.main([str(foreign), *tokenizer, "--eod", "</s>"]) == 2
     assert "has no token </s>; name its own: --eod" in capsys.readouterr().err
     assert seal.main([str(foreign), *tokenizer]) == 0
     assert seal.main([str(foreign), "--verify"]) == 0
     assert read_manifest(foreign).files == read_manifest(tmp_path / "tiny" / "docs").files
     small = bpe.train(some_texts(5), vocab_size=300, sample_bytes=10**6)
     (tmp_path / "small.json").write_text(small.to_str())
-    assert seal.main([str(foreign), "--tokenizer", str(tmp_path / "small.json")]) == 1
+    assert seal.main([str(foreign), "--tokenizer", str(tmp_path / "small.json")]) == 2
     assert "made with another tokenizer" in capsys.readouterr().err
     with pytest.raises(CorpusError):
         Corpus(foreign, vocab_size=599)

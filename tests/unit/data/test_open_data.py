@@ -242,8 +242,8 @@ def test_all_files_that_are_wrong_are_named_at_once(run: Run, tmp_path: Path) ->
     run.data.sources["b"].path = str(tmp_path / "nowhere")
     with pytest.raises(CorpusError) as error:
         stage_data(run)
-    assert "data.sources.a: " in str(error.value)
-    assert "data.sources.b: " in str(error.value)
+    assert f"data.sources.a.path: {tmp_path}/a has no manifest.json" in str(error.value)
+    assert f"data.sources.b.path: {tmp_path}/nowhere does not exist; correct the path" in str(error.value)
 
 
 def test_unsealed_token_files_only_with_permission(run: Run, tmp_path: Path) -> None:
