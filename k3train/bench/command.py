@@ -166,7 +166,7 @@ def _device(asked: str) -> str:
 
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
-        raise BadInput("--device cuda: torch sees no GPU; use --device cpu or run where nvidia-smi works")
+        raise Unavailable("--device cuda: torch sees no GPU; use --device cpu or run where nvidia-smi works")
     return "cuda" if has_gpu and asked != "cpu" else "cpu"
 
 

@@ -1,7 +1,7 @@
 """An experiment's file before Hydra reads it: its first line and what it selects.
 
-Without the first line Hydra puts the settings under ``experiment``, and without ``override`` it looks for files
-in folders of its own choice; neither error names the file.
+Without the first line Hydra puts the settings under ``experiment``, and without ``override`` it looks for a
+folder below it; neither error names the file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _selection_problems(
     if group not in GROUPS or group == "experiment":
         return
     if " ".join(key.split()) != f"override /{group}":
-        rule = f"{file} has '{key}: {option}' in its defaults list, where a file of {group} is selected already"
+        rule = (
+            f"{file} has '{key}: {option}' in its defaults list, where a file of {group} is selected already"
+        )
         yield _problem(name, rule, f"Write '- override /{group}: {option}'")
     options = options_of(group, directory)
     if option not in options:

@@ -136,10 +136,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     sizes = list(accumulate([head, 4 * sequences, 8 * sequences, 8 * borders]))
     # Multimodal indices end with one more byte a sequence (its mode), which text does not need.
     if len(raw) not in (sizes[-1], sizes[-1] + sequences):
-        raise CorpusError(
-            f"{path} has {len(raw):,} bytes where its header says {sizes[-1]:,}; "
-            f"{REBUILD}."
-        )
+        raise CorpusError(f"{path} has {len(raw):,} bytes where its header says {sizes[-1]:,}; {REBUILD}.")
     lengths = np.frombuffer(raw, np.int32, sequences, sizes[0])
     pointers = np.frombuffer(raw, np.int64, sequences, sizes[1])
     documents = np.frombuffer(raw, np.int64, borders, sizes[2])

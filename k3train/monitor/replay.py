@@ -33,14 +33,18 @@ def print_balance(run_dir: Path, console: Console, *, last: int, bins: int | Non
     records = layer_records(path)
     if not records:
         raise BadInput(f"{run_dir} has no record of balance by layer: set monitor.balance.layers_every_steps")
+    saved = list(read_saved(run_dir))
+    if bins is not None and not any(_has_histogram(each) for _, each in saved):
+        fix = (
+            "only rule quantile has one"
+            if saved
+            else "they are saved while training, with monitor.balance.save_every_steps=50 for every 50th step"
+        )
+        raise BadInput(f"{run_dir / FOLDER} has no histogram for --bins {bins}: {fix}")
     kept = [records[step] for step in sorted(records)][-last:]
     console.print(_layer_table(kept, COLUMNS[1:], "recorded", 3))
     if audited := [each for each in kept if AUDIT_COLUMNS[0] in each["values"]]:
         console.print(_layer_table(audited, AUDIT_COLUMNS, "audited", 5))
-    saved = list(read_saved(run_dir))
-    if bins is not None and not any(_has_histogram(each) for _, each in saved):
-        fix = "only rule quantile has one" if saved else "set monitor.balance.save_every_steps"
-        raise BadInput(f"{run_dir / FOLDER} has no histogram for --bins {bins}: {fix}")
     if saved:
         console.print(_histogram_table(saved, bins))
 

@@ -283,7 +283,7 @@ def test_mistakes_are_named_in_one_sentence(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kda", "--device", "cuda"]) == 2
+    assert main(["bench", "kda", "--device", "cuda"]) == 3
     assert "torch sees no GPU" in capsys.readouterr().err
 
 

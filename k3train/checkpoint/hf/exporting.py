@@ -112,7 +112,11 @@ def _checkpoint(source: Path) -> Path:
         return source
     newest = newest_good(source / "checkpoints")
     if newest is None:
-        what = f"is no checkpoint, and {source / 'checkpoints'} holds none" if source.exists() else "does not exist"
+        what = (
+            f"is no checkpoint, and {source / 'checkpoints'} holds none"
+            if source.exists()
+            else "does not exist"
+        )
         raise CheckpointError(f"{source} {what}: give a trained run's folder, or one of its checkpoints")
     return newest
 

@@ -132,6 +132,15 @@ def test_numbers_of_audited_steps_are_means_over_those(tmp_path: Path) -> None:
     assert audit_means == [0.25, 0.5]
 
 
+def test_bins_without_a_histogram_are_refused_before_anything_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(record(1, **dict.fromkeys(COLUMNS, 1.0)) + "\n")
+    with pytest.raises(BadInput, match=r"saved while training, with monitor\.balance\.save_every_steps=50 "):
+        print_balance(tmp_path, Console(), last=9, bins=4)
+    assert capsys.readouterr().out == ""
+
+
 def test_steps_of_a_rule_without_a_histogram_are_replayed_beside_others(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(record(1, **dict.fromkeys(COLUMNS, 1.0)) + "\n")
     save_step(tmp_path, 1, 0, saved_step(statistics=np.zeros((2, 4, 0), int)))
