@@ -78,7 +78,7 @@ def test_wrong_use_is_told_in_a_sentence():
         "bound": "model.kda.gate_lower_bound = -8.0 must be at least -5. Use -5 or more. [range]",
         "steps": "model.kda.dt_min = 1.0 must not be more than model.kda.dt_max = 0.1. "
         "Use at most 0.1. [model.dt]",
-        "cap": "model.situ.gate_cap = 0.0 must be more than 0. Use a number more than 0. [range]",
+        "cap": "model.situ.gate_cap = 0.0 must be at least 0.001. Use 0.001 or more. [range]",
         "one tensor": "sources is one tensor of shape (4, 2, 16) and would be mixed along its first axis: "
         "pass a tuple of tensors, one per source",
         "none": f"sources are none: {shape}",
