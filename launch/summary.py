@@ -54,7 +54,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             same = tuple(record.get(key) for key in ("kind", "step", "event", "heldout", "context_tokens"))
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             continue
         latest[same] = record
     if not latest:

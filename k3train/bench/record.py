@@ -84,7 +84,7 @@ def read_record(path: Path) -> Record:
     """What ``Record.write`` wrote. Raises BadInput when the file is something else."""
     try:
         body = json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise BadInput(f"{path} is no JSON; give a file that k3train bench --out has written") from None
     except (IsADirectoryError, FileNotFoundError) as error:
         what = "does not exist" if isinstance(error, FileNotFoundError) else "is a folder"

@@ -10,8 +10,9 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -151,11 +152,41 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorpusError(f"{folder} has no {path.name}, so it is unfinished or no corpus; {REBUILD}.")
     try:
         values = json.loads(path.read_text())
-        if values.pop("format") != FORMAT:
-            raise CorpusError(f"{path} is not of format '{FORMAT}'; {REBUILD}.")
-        return Manifest(**values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorpusError(f"{path} is damaged ({error}); {REBUILD}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{path} is damaged: it cannot be read as JSON ({error}); {REBUILD}.") from error
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise CorpusError(f"{path} is not of format '{FORMAT}'; {REBUILD}.")
+    if wrong := _wrong_entry(values):
+        raise CorpusError(f"{path} is damaged: {wrong}; {REBUILD}.")
+    return Manifest(**values)
+
+
+def _wrong_entry(values: dict[str, Any]) -> str:
+    """What is wrong with the entries of a manifest, in a few words; empty when nothing is."""
+    known = {each.name: each for each in fields(Manifest)}
+    for name in sorted(known.keys() ^ values.keys()):
+        return f"it has no {name}" if name in known else f"it has {name}, which is no entry of a manifest"
+    kinds = {"int": (int, "a whole number from 0"), "str": (str, "a text")}
+    for name, each in known.items():
+        kind, rule = kinds.get(str(each.type), (dict, "a mapping"))
+        if type(values[name]) is not kind or (kind is int and values[name] < 0):
+            return f"{name} is not {rule}"
+    for name, entry in values["files"].items():
+        if not isinstance(entry, dict) or not entry.keys() >= {"bytes", "sha256"}:
+            return f"files.{name} does not tell bytes and sha256"
+    return _wrong_token(values["special"], values["vocab_size"])
+
+
+def _wrong_token(special: dict[str, object], vocab_size: int) -> str:
+    if vocab_size < 1:
+        return "vocab_size is not a whole number from 1"
+    for name in ("pad", "bos", "eod"):
+        if name not in special:
+            return f"special has no {name}"
+    for name, token in special.items():
+        if type(token) is not int or not 0 <= token < vocab_size:
+            return f"special.{name} is none of its vocabulary's ids, 0 to {vocab_size - 1}"
+    return ""
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

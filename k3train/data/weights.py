@@ -13,7 +13,8 @@ from k3train.data.mix import Stream
 def stage_weights(run: Run, plan: StagePlan, streams: dict[str, Stream]) -> dict[str, float]:
     """The mix of a stage; without one, sources in proportion to their text."""
     key = f"curriculum.stages.{plan.name}.mix"
-    mix = plan.stage.mix or {name: float(stream.epoch_tokens) for name, stream in streams.items()}
+    # A source without a document is part of an unnamed mix too: it must not drop out without a word.
+    mix = plan.stage.mix or {name: float(max(stream.epoch_tokens, 1)) for name, stream in streams.items()}
     problems = [
         ConfigProblem(
             key=f"{key}.{name}",

@@ -68,7 +68,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 record = _decode(json.loads(text))
                 ours = isinstance(record, dict) and "kind" in record and type(record.get("attempt")) is int
-            except ValueError:
+            except (ValueError, RecursionError):
                 ours = False
             if not ours:
                 logger.warning("%s: line %d is incomplete and is passed over", path, number)

@@ -258,6 +258,7 @@ def test_listing_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         (["show"], "one file to print or two to compare"),
         (["show", "{tmp}/missing.json"], "missing.json: No such file"),
         (["show", "{tmp}/text.json"], "is no JSON"),
+        (["show", "{tmp}/nested.json"], "is no JSON"),
         (["show", "{tmp}/other.json"], "was not written by k3train bench"),
         (["show", "{tmp}/cut.json"], "is damaged"),
         (["show", "{tmp}/times.json", "{tmp}/audit.json"], "audit.json have no measured row in common"),
@@ -269,6 +270,7 @@ def test_mistakes_are_named_in_one_sentence(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.json").write_text("hello")
+    (tmp_path / "nested.json").write_text("[" * 200_000)
     (tmp_path / "other.json").write_text("[1]")
     (tmp_path / "cut.json").write_text('{"format": "k3train bench 1", "made": {}}')
     row = Row(item="situ", shape={"rows": 4, "channels": 8}, by=OURS, what=FORWARD, status=MEASURED, ms=1.0)

@@ -97,7 +97,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: give the folder of a released model") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no mapping of keys")

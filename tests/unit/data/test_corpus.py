@@ -85,6 +85,41 @@ def test_damaged_manifests_are_refused(folder: Path, text: str) -> None:
         read_manifest(folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", "is not of format"), ("{}", "is not of format"), ("NaN", "is not of format"),
+        ("[" * 200_000, "cannot be read as JSON"),
+    ],
+)  # fmt: skip
+def test_a_manifest_of_another_shape_is_refused_in_words(folder: Path, text: str, said: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CorpusError, match=said) as error:
+        read_manifest(folder)
+    assert "object" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"vocab_size": None}, "vocab_size is not a whole number"),
+        ({"vocab_size": -1}, "vocab_size is not a whole number"),
+        ({"special": None}, "special is not a mapping"),
+        ({"special": {"pad": -7}}, "special has no bos"),
+        ({"special": {"pad": 99999, "bos": 1, "eod": 2}}, "special.pad is none of its vocabulary's ids"),
+        ({"special": {"pad": 0, "bos": 1, "eod": -5}}, "special.eod is none of its vocabulary's ids"),
+        ({"files": None}, "files is not a mapping"),
+        ({"files": {"tokens.bin": {"bytes": 1}}}, "files.tokens.bin does not tell"),
+        ({"colour": 1}, "it has colour, which is no entry"),
+    ],
+)
+def test_wrong_entries_of_a_manifest_are_named(folder: Path, entries: dict, said: str) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    with pytest.raises(CorpusError, match=f"manifest.json is damaged: {said}"):
+        read_manifest(folder)
+
+
 def test_swapped_index_of_another_corpus_is_refused(folder: Path, tmp_path: Path) -> None:
     make_corpus(tmp_path / "other", [300, 1, 40, 7], seed=1)
     (folder / "tokens.idx").write_bytes((tmp_path / "other" / "tokens.idx").read_bytes())

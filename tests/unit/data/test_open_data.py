@@ -225,6 +225,13 @@ def test_min_document_tokens(run: Run) -> None:
         stage_data(run)
 
 
+def test_a_source_does_not_drop_out_of_an_unnamed_mix(run: Run) -> None:
+    run.curriculum.stages["short"].mix = {}
+    run.data.sources["b"].min_document_tokens = 10**9
+    with pytest.raises(ConfigError, match=r"data\.sources\.b\.min_document_tokens = 1000000000 leaves"):
+        stage_data(run)
+
+
 def test_shares_are_reported(run: Run) -> None:
     shares = {share.source: share for share in stage_data(run).shares()}
     assert shares["a"].weight == 0.75

@@ -87,6 +87,14 @@ def test_every_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
     assert kinds == [("event", 1), ("eval", 1)]
 
 
+def test_a_line_that_is_nested_too_deeply_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 3), loss=1.0)
+    with path.open("a") as file:
+        file.write("[" * 200_000 + "\n")
+    assert [record.step for record in read_steps(path)] == [1, 2]
+
+
 def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "none.jsonl") == []
 

@@ -160,6 +160,13 @@ def test_weights_that_are_not_finite_go_neither_in_nor_out(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "release"]
 
 
+def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    make_release(tmp_path / "release")
+    (tmp_path / "release" / "config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        import_release(tmp_path / "release", tmp_path / "out")
+
+
 def test_padding_that_is_not_zero(tmp_path: Path) -> None:
     def spoil(tensors: Tensors, _: Any) -> None:
         tensors["language_model.model.layers.0.self_attn.A_log"][3] = 1e-30
