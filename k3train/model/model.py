@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -82,9 +83,10 @@ class K3Model(MegatronModule):
         """Run this chunk on a micro-batch; every rank of tp, cp and ep must call it together.
 
         tokens, labels, labels_mtp: int [1, n/cp], this context-parallel rank's share. The last chunk returns
-        the loss of each token, fp32 [1, n/cp] and 0 where the label is ignored (the weighted MTP loss
-        included), or logits [1, n/cp, vocabulary] when there are no labels. Other chunks return the payload
-        for the next one, [n/(tp*cp), 1, payload width].
+        the loss of each token, fp32 [1, n/cp] and 0 where the label is ignored; with MTP [2, n/cp], the
+        weighted loss of the token after next below: training takes the sum of all. Without labels it returns
+        logits [1, n/cp, vocabulary]. Other chunks return the payload for the next one, [n/(tp*cp), 1, payload
+        width].
         """
         kept = self.cache.take(self.chunk)
         if self.pre_process:
@@ -105,7 +107,7 @@ class K3Model(MegatronModule):
         # The last token of a document has no next token; it attends to nothing later and has no MTP label.
         upcoming = self._embed(labels.clamp(min=0))
         predicted = self.mtp(hidden, upcoming, packing=packing)
-        return out + self.config.k3.mtp.loss_weight * self.output_head(predicted, labels_mtp)
+        return torch.cat([out, self.config.k3.mtp.loss_weight * self.output_head(predicted, labels_mtp)])
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """int [1, n/cp] -> [n/(tp*cp), 1, hidden]."""

@@ -83,6 +83,8 @@ def _step_line(record: StepRecord) -> str:
     if record.mfu is not None:
         parts.append(f"mfu {100 * record.mfu:.1f}%")
     parts.append(f"wait {wait:.0f}%")
+    if record.mtp_loss is not None:
+        parts.insert(4, f"mtp {record.mtp_loss:.4f}")
     if record.router_max_violation is not None:
         parts.append(f"imbalance {record.router_max_violation:.2f}")
     if record.dead_experts:

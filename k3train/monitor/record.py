@@ -19,7 +19,7 @@ class StepRecord:
     """Share of the run's tokens that are done, 0 to 1."""
     stage: str
     loss: float
-    """Mean next-token loss per predicted token, in nats."""
+    """Mean next-token loss per predicted token, in nats; comparable with that of an evaluation."""
     grad_norm: float
     """Global L2 norm before clipping."""
     learning_rate: float
@@ -36,6 +36,8 @@ class StepRecord:
     mfu: float | None = None
     """model_tflops over the dense bf16 peak of the device, 0 to 1, whatever the model's precision; None on
     all but H100 and H200."""
+    mtp_loss: float | None = None
+    """Mean loss of the token after next, in nats and without its weight; None without MTP."""
     router_max_violation: float | None = None
     """Worst layer's (busiest expert's load) / (mean load) - 1; None without experts."""
     router_cv: float | None = None

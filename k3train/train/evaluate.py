@@ -14,7 +14,7 @@ from k3train.curriculum.stages import context_ahead
 from k3train.data.batch import IGNORE, MicroBatch, join_batches
 from k3train.data.heldout import heldout
 from k3train.faults import point
-from k3train.train.schedule import agree, run_micro_batches
+from k3train.train.schedule import SUMS, agree, run_micro_batches
 from k3train.train.setup import StageSetup
 from k3train.train.signals import StopRequest, any_wants_stop
 
@@ -60,7 +60,7 @@ def rehearse_ahead(setup: StageSetup) -> None:
 
 def _heldout_loss(setup: StageSetup, name: str, context_tokens: int, stop: StopRequest) -> HeldoutLoss | None:
     started = time.monotonic()
-    sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    sums = torch.zeros(SUMS, dtype=torch.float64, device=setup.device)
     with _frozen(setup):
         for host in _passes(setup, name, context_tokens):
             point("eval.batch")

@@ -93,6 +93,7 @@ class Report:
                 progress=progress.tokens / self._total_tokens,
                 stage=setup.plan.name,
                 loss=result.loss,
+                mtp_loss=result.mtp_loss,
                 grad_norm=result.grad_norm,
                 learning_rate=result.learning_rate,
                 tokens_per_second=timing.tokens_per_second,

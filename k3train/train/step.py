@@ -23,7 +23,7 @@ from k3train.train.examine import examine, examine_state
 from k3train.train.guards import Action
 from k3train.train.left_out import ROLLBACK
 from k3train.train.progress import Progress
-from k3train.train.schedule import agree, run_micro_batches, zero_gradients
+from k3train.train.schedule import SUMS, agree, run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup, gradients, moments, weights
 from k3train.train.stragglers import Slowest
 from k3train.train.verdict import Verdict
@@ -34,7 +34,8 @@ class StepResult:
     """What one step measured; the same on every rank."""
 
     loss: float
-    """Mean over the step's predicted tokens, before the update; NaN when the step was left out."""
+    """Mean next-token loss over the step's predicted tokens, before the update; NaN when the step was left
+    out."""
     grad_norm: float
     """Global L2 norm before clipping; NaN when the step was left out."""
     learning_rate: float
@@ -52,6 +53,8 @@ class StepResult:
     memory_gib: float | None = None
     """Largest memory in use on any rank's GPU from the start of the run to this step's backward pass; None on
     the CPU."""
+    mtp_loss: float | None = None
+    """Mean loss of MTP over the tokens that it predicts, without its weight; None without MTP."""
     slowest: Slowest | None = None
     """The slowest rank, in steps that measure it."""
     left_out: str | None = None
@@ -92,6 +95,7 @@ def train_step(
     rate = learning_rate(setup.run, setup.table, tokens, progress.bends)
     result = StepResult(
         loss=seen.loss,
+        mtp_loss=seen.mtp_loss,
         grad_norm=seen.grad_norm,
         learning_rate=rate,
         balance=None,
@@ -124,7 +128,7 @@ def train_step(
 
 def _leave_out(setup: StageSetup, progress: Progress, why: str, wants_stop: bool) -> StepResult:
     """Advance over a step that is not trained."""
-    nothing = torch.zeros(2, dtype=torch.float64, device=setup.device)
+    nothing = torch.zeros(SUMS, dtype=torch.float64, device=setup.device)
     seen = agree(setup, nothing, wants_stop=wants_stop, memory_gib=peak_memory_gib(setup.device))
     progress.guards.not_updated(planned=why == ROLLBACK)
     progress.step += 1

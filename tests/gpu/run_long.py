@@ -217,7 +217,9 @@ def one_document(batch: Batch, setup: Any) -> str:
     usual = recompute.HEAD_TOKENS
     recompute.HEAD_TOKENS = batch.heads * batch.alone
     alone = replace(batch, documents=1, tokens=batch.alone)
-    loss, count = run_micro_batches(setup, [alone.make(setup.run.model.vocab_size)], backward=True).tolist()
+    loss, count, *_ = run_micro_batches(
+        setup, [alone.make(setup.run.model.vocab_size)], backward=True
+    ).tolist()
     norm = gradient_norm(setup.optimizer)
     recompute.HEAD_TOKENS = usual
     setup.routers.discard()

@@ -120,7 +120,7 @@ def test_a_run_is_edited_under_way_and_its_past_stays(tmp_path: Path) -> None:
     assert start["detail"]["changed_versions"] == {}
 
 
-def test_a_stage_weighs_the_mtp_loss(tmp_path: Path) -> None:
+def test_a_stage_weighs_the_mtp_loss_and_reports_it_beside_the_next_token_s(tmp_path: Path) -> None:
     first = {}
     for weight in (None, 0.3):
         curriculum = _two_stages(1, None)
@@ -128,8 +128,11 @@ def test_a_stage_weighs_the_mtp_loss(tmp_path: Path) -> None:
         run = make_run(tmp_path, curriculum=curriculum, dir=str(tmp_path / f"weight {weight}"))
         run.model.mtp = Mtp(num_layers=1, loss_weight=0.1)
         assert train_run(run) == [0]
-        first[weight] = losses(run)[1]
-    assert first[0.3] - first[None] == pytest.approx(0.2 * math.log(VOCAB), rel=0.15)
+        (first[weight],) = records(run, "step")
+    assert first[0.3]["loss"] == first[None]["loss"] == pytest.approx(math.log(VOCAB), rel=0.15)
+    for step in first.values():
+        assert step["mtp_loss"] == pytest.approx(math.log(VOCAB), rel=0.15)
+    assert first[0.3]["grad_norm"] > first[None]["grad_norm"]
 
 
 def _two_stages(first: int, second: int | None) -> Curriculum:

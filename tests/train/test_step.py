@@ -37,7 +37,7 @@ def moments_of_one_step(rank: int, run: Run) -> float:
     """Largest deviation of a first moment from that of the mean loss' clipped gradient, over its largest."""
     setup, progress, host = start(run)
     zero_gradients(setup)
-    loss, tokens = run_micro_batches(setup, host, backward=True).tolist()
+    loss, tokens, *_ = run_micro_batches(setup, host, backward=True).tolist()
     mean = {name: grad / tokens for name, grad in gradients(setup.chunks)}
     norm = float(torch.stack([grad.norm() for grad in mean.values()]).norm())
     clip = min(1.0, run.optim.clip_grad_norm / norm)
