@@ -62,6 +62,17 @@ def render(run: Run, *, grace_seconds: int, extra: list[str], python: str, folde
     return re.sub(r"\{\{(\w+)\}\}", lambda field: values[field[1]], TEMPLATE.read_text())
 
 
+def tell_device(run: Run) -> None:
+    """Say on stderr that a job asks for GPUs only because the settings leave the device open."""
+    if run.device is Device.auto:
+        gpus = run.cluster.ranks_per_node
+        print(
+            f"device = auto: what the nodes have is not known here, so the job asks for {gpus} GPUs a node; "
+            "set device=cpu for nodes without, or device=cuda",
+            file=sys.stderr,
+        )
+
+
 def _options(run: Run, run_dir: Path, folder: Path, grace_seconds: int, extra: list[str]) -> list[str]:
     cluster = run.cluster
     log = str(run_dir).replace("%", "%%")
@@ -182,6 +193,7 @@ def main(arguments: list[str]) -> int:
     try:
         run = compose(options.overrides, options.config_dir)
         check_run(run)
+        tell_device(run)
         script = render(
             run,
             grace_seconds=options.grace_seconds,

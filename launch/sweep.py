@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import itertools
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import slurm
 
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem, shown
-from k3train.config.schema import Run
+from k3train.config.schema import Device, Run
 from k3train.train.preflight import check_run
 
 STOPPED = 75
@@ -153,7 +154,13 @@ def run_here(sweep: list[Point], config_dir: str | None, jobs: int) -> int:
     for point in sweep:
         code = codes[point.name]
         print(f"{'done' if code == 0 else f'failed with code {code}':>20}  {point.run.dir}")
+    print(look(sweep))
     return max(codes.values())
+
+
+def look(sweep: list[Point]) -> str:
+    """What to type next."""
+    return f"what a run has reached: python launch/summary.py {shlex.quote(sweep[0].run.dir)}"
 
 
 def start(point: Point, config_dir: str | None, output: Path | None) -> subprocess.Popen[bytes]:
@@ -181,6 +188,7 @@ def ended(running: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
 def submit(sweep: list[Point], options: argparse.Namespace) -> int:
     """Print or submit one Slurm job per point; stops at the first that cannot be submitted."""
     folder = Path.cwd()
+    slurm.tell_device(next((p.run for p in sweep if p.run.device is Device.auto), sweep[0].run))
     for point in sweep:
         script = slurm.render(
             point.run,
@@ -193,6 +201,8 @@ def submit(sweep: list[Point], options: argparse.Namespace) -> int:
             print(script)
         elif code := slurm.submit(point.run, script, folder):
             return code
+    if options.submit:
+        print(look(sweep))
     return 0
 
 

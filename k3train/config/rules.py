@@ -314,6 +314,16 @@ def _layouts(run: Run) -> Problems:
     yield from offload_problems(stages or [run.parallel])
 
 
+def _time_limit(run: Run) -> Problems:
+    """The ranks stop once the margin is all that is left, after one step when they begin with less."""
+    minutes, margin = run.cluster.time_limit_minutes, run.cluster.stop_margin_seconds
+    if 0 < 60 * minutes <= margin:
+        rule = f"leaves no time to train before cluster.stop_margin_seconds = {margin}"
+        fix = f"Use {margin // 60 + 1} or more, a smaller margin, or 0 for no limit"
+        key = "cluster.time_limit_minutes"
+        yield ConfigProblem(key, minutes, rule, fix, "cluster.time-limit", ("cluster.stop_margin_seconds",))
+
+
 def _fewer_nodes(run: Run) -> Problems:
     """Every number of nodes that a run may go on with must be possible: which are lost is not ours to say."""
     key, least, nodes = "cluster.min_nodes", run.cluster.min_nodes, run.cluster.nodes
@@ -470,4 +480,5 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _hang_limits,
     _overrides,
     _fewer_nodes,
+    _time_limit,
 )

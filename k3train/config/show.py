@@ -45,9 +45,21 @@ def print_tree(run: Run, base: Run, console: Console) -> None:
 
 def print_differences(run: Run, base: Run, base_name: str, console: Console) -> None:
     """Only the settings that differ from ``base``: key, its value there, its value here."""
-    changed = differences(base, run)
-    lines = [str(difference) for difference in changed] or [f"no difference to {base_name}"]
+    lines = _difference_lines(run, base) or [f"no difference to {base_name}"]
     console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+
+def _difference_lines(run: Run, base: Run) -> list[str]:
+    """A line for each difference; a stage or source that only ``base`` has is one."""
+    gone = [
+        f"curriculum.stages.{name}" for name in base.curriculum.stages.keys() - run.curriculum.stages.keys()
+    ]
+    gone += [f"data.sources.{name}" for name in base.data.sources.keys() - run.data.sources.keys()]
+    lines: list[str] = []
+    for difference in differences(base, run):
+        entry = ".".join(difference.key.split(".")[:3])
+        lines.append(f"{entry}: is not there" if entry in gone else str(difference))
+    return list(dict.fromkeys(lines))
 
 
 def _grow(tree: Tree, node: Mapping[str, Any], path: str, changed: dict[str, Difference]) -> None:

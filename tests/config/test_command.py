@@ -136,6 +136,25 @@ def test_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "no difference" in capsys.readouterr().out
 
 
+def test_a_stage_or_source_that_is_not_there_is_one_difference(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from k3train.config.compose import compose, save_resolved
+
+    run = compose([])
+    run.curriculum.order.remove("s32768")
+    del run.curriculum.stages["s32768"]
+    run.data.sources["more"] = run.data.sources.pop("code")
+    for stage in run.curriculum.stages.values():
+        stage.mix = {"prose": 1.0}
+    save_resolved(run, tmp_path / "run.yaml")
+    assert main(["show", "--run", str(tmp_path / "run.yaml"), "--diff"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("curriculum.stages.s32768") == printed.count("data.sources.code") == 1
+    assert "curriculum.stages.s32768: is not there\n" in printed
+    assert "data.sources.more.path: null -> " in printed
+
+
 def test_show_resolved_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_resolved(compose(["name=saved"]), tmp_path / "run.yaml")
     assert main(["show", "--run", str(tmp_path / "run.yaml"), "--diff"]) == 0

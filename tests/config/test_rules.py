@@ -103,6 +103,13 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "guards.hang_ceiling_seconds",
         "120 or more",
     ),
+    ("cluster.time-limit", {"cluster.time_limit_minutes": 1}, "cluster.time_limit_minutes", "Use 2 or more"),
+    (
+        "cluster.time-limit",
+        {"cluster.time_limit_minutes": 5, "cluster.stop_margin_seconds": 630},
+        "cluster.time_limit_minutes",
+        "Use 11 or more",
+    ),
     ("cluster.min-nodes", {"cluster.min_nodes": 2}, "cluster.min_nodes", "at most 1"),
     ("cluster.min-nodes", {"cluster.nodes": 4, "cluster.min_nodes": 2}, "cluster.min_nodes", "Use 4 or more"),
     ("data.no-sources", {"data.sources": {}}, "data.sources", "data=tiny"),

@@ -84,7 +84,7 @@ def test_a_job_that_may_lose_nodes_outlives_them_and_nodes_know_the_policy() -> 
         ),
         (0, 0, "Use 1 to 65,535 seconds"),
         (0, 65536, "Use 1 to 65,535 seconds"),
-        (1, 600, "leaves no time to train before cluster.time_limit_minutes = 1. Use less than 60 seconds"),
+        (2, 600, "leaves no time to train before cluster.time_limit_minutes = 2. Use less than 120 seconds"),
         (10, 600, "or a longer limit"),
     ],
 )
@@ -103,6 +103,17 @@ def test_a_cpu_run_asks_for_no_gpu_and_unset_settings_for_nothing() -> None:
     options = " ".join(directives(render(run, Path("/w"))))
     for absent in ("--gpus", "--partition", "--account", "--time"):
         assert absent not in options
+
+
+def test_what_an_undecided_device_asks_of_slurm_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert slurm.main(["experiment=debug"]) == 0
+    said = capsys.readouterr()
+    assert "#SBATCH --gpus-per-node=" in said.out
+    assert said.err.startswith("device = auto: what the nodes have is not known here, so the job asks for ")
+    for device, asks in (("cpu", False), ("cuda", True)):
+        assert slurm.main(["experiment=debug", f"device={device}"]) == 0
+        said = capsys.readouterr()
+        assert (said.err, "--gpus-per-node" in said.out) == ("", asks)
 
 
 @pytest.mark.parametrize("bad", ["a\n#SBATCH --uid=0", 'a" --uid=0', "$(id)", "a;b"])

@@ -134,10 +134,11 @@ def test_points_run_one_by_one_and_a_failure_does_not_keep_the_next_from_running
         ]
         for n in (1, 2, 3)
     ]
-    assert [line.split() for line in output.splitlines()[-3:]] == [
+    assert [line.split() for line in output.splitlines()[-4:]] == [
         ["done", "runs/debug-sweep/seed-1"],
         ["failed", "with", "code", "3", "runs/debug-sweep/seed-2"],
         ["done", "runs/debug-sweep/seed-3"],
+        "what a run has reached: python launch/summary.py runs/debug-sweep/seed-1".split(),
     ]
 
 
@@ -172,7 +173,8 @@ def test_jobs_that_cannot_be(options: list[str], said: str, capsys: pytest.Captu
 
 def test_slurm_renders_one_job_per_point(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep.main(["seed=1,2", "--slurm", "--sbatch=--exclusive"]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert said.count("device = auto: ") == 1
     assert printed.count("#!/bin/bash\n") == 2
     assert printed.count("#SBATCH --exclusive\n") == 2
     for seed in (1, 2):
