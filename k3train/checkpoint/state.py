@@ -80,29 +80,28 @@ def _whole_values(optimizer: Any, *, loading: bool) -> Iterator[tuple[Any, dict[
         for index, buffer in enumerate(member.buffers):
             (ranges,) = member.gbuf_ranges[index].values()
             for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
-                gathered = None if loading else _gather_bucket(member, bucket, bucket_ranges, slices)
+                gathered = None if loading else _gather_bucket(member, buffer, bucket, bucket_ranges, slices)
                 for param in bucket.params_list:
-                    keys = _keys(member, param)
                     if gathered is None:
                         empty = {
-                            key: torch.empty(param.shape, dtype=torch.float32, device="cpu") for key in keys
+                            key: torch.empty(param.shape, dtype=torch.float32, device="cpu")
+                            for key in _keys(member, param)
                         }
                         yield param, empty if param in slices else None
                     else:
-                        start = buffer.param_index_map[param][0] - bucket.offset
-                        stop = start + param.numel()
-                        yield param, {key: gathered[key][start:stop].view(param.shape) for key in keys}
+                        yield param, gathered[param]
 
 
 def _gather_bucket(
-    member: Any, bucket: Any, ranges: dict[str, Any], slices: dict[Any, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """A bucket's master weights and moments from all ranks of its data-parallel group, padding included.
+    member: Any, buffer: Any, bucket: Any, ranges: dict[str, Any], slices: dict[Any, torch.Tensor]
+) -> dict[Any, dict[str, torch.Tensor]]:
+    """The master weights and moments of each parameter of a bucket, whole and on the host, from all ranks of
+    its data-parallel group.
 
-    A moment that only some parameters of the bucket have is zero where the others lie.
+    Each is copied on its own: a moment that only some parameters have would take the host's memory for all.
     """
     group = member.data_parallel_group
-    whole = {}
+    whole: dict[Any, dict[str, torch.Tensor]] = {param: {} for param in bucket.params_list}
     for key in dict.fromkeys(key for param in bucket.params_list for key in _keys(member, param)):
         local = torch.zeros(bucket.grad_data.numel() // group.size(), device=bucket.grad_data.device)
         for param, place in ranges["param_map"].items():
@@ -111,7 +110,11 @@ def _gather_bucket(
                 local[span.start : span.end].copy_(_values(member, param, slices[param])[key])
         out = local.new_empty(bucket.grad_data.numel())
         dist.all_gather_into_tensor(out, local, group=group)
-        whole[key] = out.cpu()
+        for param in bucket.params_list:
+            if key in _keys(member, param):
+                start = buffer.param_index_map[param][0] - bucket.offset
+                own = out[start : start + param.numel()].view(param.shape)
+                whole[param][key] = own.to("cpu", copy=True)
     return whole
 
 

@@ -45,6 +45,9 @@ class Memory:
     parts: dict[str, int]
     host: int
     """Bytes of the host's memory: the optimizer's state and inputs of layers, where they are kept there."""
+    saving: int
+    """Bytes of the host's memory beside them for as long as a checkpoint is written: fp32 master weights and
+    moments of all parameters that the rank holds, not of its slices alone."""
     ahead: int | None = None
     """Context length, that of the next stage, at which an evaluation needs more than a step; None if none
     does. Its pass is the work space then."""
@@ -66,6 +69,27 @@ def stage_memory(run: Run, plan: StagePlan, *, ahead: bool = True) -> Memory:
     Not in it: the CUDA context, NCCL's buffers, gaps between allocations, and what uneven routing adds.
     """
     return max(_ranks(run, plan, ahead=ahead), key=lambda memory: memory.total)
+
+
+def saving_bytes(run: Run, plan: StagePlan) -> int:
+    """Bytes of the host's memory that a save takes on the rank of a stage that saves most: see ``Memory``."""
+    return max(memory.saving for memory in _ranks(run, plan, ahead=False))
+
+
+def host_shortage(run: Run, free_gib: float) -> str | None:
+    """What to say when a save of all ranks of a machine, beside what they keep, does not fit ``free_gib``."""
+    ranks = run.cluster.ranks_per_node
+    for plan in stage_table(run):
+        kept = max(memory.host for memory in _ranks(run, plan, ahead=False)) / GIB
+        saving = saving_bytes(run, plan) / GIB
+        if (kept + saving) * ranks > free_gib:
+            return (
+                f"a save in stage {plan.name} takes about {saving:,.1f} GiB of the host's memory for each of "
+                f"the {ranks} ranks of a machine, beside {kept:,.1f} that they keep there, and "
+                f"{free_gib:,.1f} are free: the kernel may end them; raise parallel.pp, tp or ep, or take "
+                "fewer ranks a machine"
+            )
+    return None
 
 
 def _ranks(run: Run, plan: StagePlan, *, ahead: bool = True) -> list[Memory]:
@@ -108,7 +132,7 @@ def rank_memory(
     """
     model, layout = activations.model, activations.layout
     bf16 = model.precision is Precision.bf16
-    parameters = gradients = state = 0
+    parameters = gradients = state = saving = 0
     largest = {True: 0, False: 0}
     for assigned in rules.values():
         parameter = assigned.parameter
@@ -122,6 +146,7 @@ def rank_memory(
         parameters += own * (2 if bf16 and not parameter.fp32 else 4)
         gradients += own * 4
         state += state_bytes(assigned, bf16=bf16, on_host=on_host) // (cut * shared_by)
+        saving += own * 4 * (1 + _moments(assigned))
         largest[expert] = max(largest[expert], own // shared_by)
     # Gradients pass through two rooms of the largest slice, those of experts through two of their own.
     rooms = sum(2 * pinned_bytes(4 * each) for each in largest.values() if each)
@@ -139,6 +164,7 @@ def rank_memory(
             "work space": activations.working(pp_rank),
         },
         host=host + inputs * waiting // layout.vp,
+        saving=saving,
     )
 
 
@@ -157,8 +183,12 @@ def state_bytes(assigned: Assignment, *, bf16: bool, on_host: bool) -> int:
     A parameter that is fp32 is its own master weight, except where the optimizer works on the host.
     """
     own_master = on_host or (bf16 and not assigned.parameter.fp32)
-    copies = (1 if assigned.rule is not Rule.adamw else 2) + own_master
-    return 4 * copies * math.prod(assigned.parameter.shape)
+    return 4 * (_moments(assigned) + own_master) * math.prod(assigned.parameter.shape)
+
+
+def _moments(assigned: Assignment) -> int:
+    """How many moments the update rule keeps of a parameter."""
+    return 2 if assigned.rule is Rule.adamw else 1
 
 
 def _is_on(parameter: Parameter, activations: Activations, pp_rank: int) -> bool:
@@ -245,17 +275,19 @@ def _fix(run: Run, plan: StagePlan, largest: str) -> str:
 
 
 def print_memory(run: Run, console: Console) -> None:
-    """One line a stage: GiB on the rank that needs most, by what they are for."""
+    """One line a stage: GiB on the rank that needs most, by what they are for, and of the host's memory for
+    as long as a checkpoint is written, on the rank that saves most."""
     table = Table(title="memory of a rank, GiB (estimate)", title_justify="left", box=None, pad_edge=False)
     table.add_column("stage", no_wrap=True)
     for name in (*PARTS, "all"):
         table.add_column(name, justify="right")
-    stages = [(plan, stage_memory(run, plan)) for plan in stage_table(run)]
-    on_host = any(memory.host for _, memory in stages)
+    stages = [(plan, stage_memory(run, plan), saving_bytes(run, plan)) for plan in stage_table(run)]
+    on_host = any(memory.host for _, memory, _ in stages)
     if on_host:
         table.add_column("on the host", justify="right")
-    for plan, memory in stages:
-        sizes = (*(memory.parts[name] for name in PARTS), memory.total, *[memory.host] * on_host)
+    table.add_column("host, a save", justify="right")
+    for plan, memory, saving in stages:
+        sizes = (*(memory.parts[name] for name in PARTS), memory.total, *[memory.host] * on_host, saving)
         table.add_row(plan.name, *(_gib(size) for size in sizes))
     console.print(table)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from k3train.config.problems import Unavailable
 from k3train.config.schema import Offload, Precision, Run
 from k3train.kernels import fp8
-from k3train.optim.memory import GIB, check_host_memory, check_memory
+from k3train.optim.memory import GIB, check_host_memory, check_memory, host_shortage
 from k3train.plan.counts import count_parameters
 
 FEW_FILES = 4096
@@ -133,6 +133,8 @@ def _shortages(run: Run, device: torch.device) -> Iterator[str]:
             f"{folder} has {free / 2**30:.1f} GiB free, and two checkpoints need about {needed / 2**30:.1f}: "
             "make room, or give dir a larger disk"
         )
+    if (short := host_shortage(run, psutil.virtual_memory().available / GIB)) is not None:
+        yield short
     if _file_system(folder) in ("tmpfs", "ramfs"):
         yield f"{folder} lies in memory: its checkpoints are gone when the machine restarts"
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config import schema
 from k3train.config.schema import Mla, Optimizer, Precision, Recompute
 from k3train.model.payload import schedule_config
@@ -53,13 +54,21 @@ def _of_layout(model: schema.Model, kind: Optimizer, degrees: dict[str, Any]) ->
     state = sum(_state(member) for member in members(optimizer))
     activations = Activations(model, groups.layout, recompute_plan(schema.Parallel()), 64)
     estimate = rank_memory(activations, assignments(model, optim), 2, groups.pp_rank)
+    saved = _host_bytes(optimizer_state(optimizer, model_state(wrapped, groups), groups, loading=False))
     stop_groups()
     return {
         "parameters": (sum(p.nbytes for p in parameters), estimate.parts["parameters"]),
         # Buffers are padded a little.
         "gradients": (sum(4 * p.numel() for p in parameters), estimate.parts["gradients"]),
         "optimizer state": (state, estimate.parts["optimizer state"]),
+        "saving": (saved, estimate.saving),
     }
+
+
+def _host_bytes(state: dict[int, dict[str, Any]]) -> int:
+    """What a save keeps alive: whole storages, whatever part of them is written."""
+    leaves = [leaf.data for values in state.values() for leaf in values.values()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves}.values())
 
 
 def _state(member: Any) -> int:
@@ -76,6 +85,8 @@ def test_parameters_gradients_and_state_are_what_ranks_hold() -> None:
             held, estimate = found["parameters"]
             assert held == estimate, degrees
             held, estimate = found["gradients"]
+            assert held == estimate, degrees
+            held, estimate = found["saving"]
             assert held == estimate, degrees
         # A bucket is cut into equal slices whatever lies in it: together ranks hold what is estimated.
         held, estimate = (sum(found["optimizer state"][j] for found in layouts) for j in (0, 1))

@@ -14,7 +14,15 @@ from k3train.config.problems import ConfigError
 from k3train.config.schema import Model, Parallel, Precision, Recompute
 from k3train.curriculum.stages import stage_table
 from k3train.kernels.kda.triton_kda import HEAD_DIM
-from k3train.optim.memory import GIB, Memory, check_host_memory, in_flight, stage_memory
+from k3train.optim.memory import (
+    GIB,
+    Memory,
+    check_host_memory,
+    host_shortage,
+    in_flight,
+    saving_bytes,
+    stage_memory,
+)
 from k3train.parallel.layout import make_layout
 from k3train.plan.activations import Activations
 from k3train.plan.recompute import RecomputePlan
@@ -135,7 +143,9 @@ def test_too_small_a_device_is_refused_before_ranks_start(capsys: pytest.Capture
     assert main(["check", *settings, "optim.offload=cpu"]) == 0
     capsys.readouterr()
     assert main(["show", settings[0]]) == 0
-    assert re.search(r"^s8192 +8\.3 +16\.5 +49\.5 +16\.\d +3\.\d +93\.4 *$", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^s8192 +8\.3 +16\.5 +49\.5 +16\.\d +3\.\d +93\.4 +49\.5 *$", capsys.readouterr().out, re.M
+    )
 
 
 def test_what_is_kept_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,14 +171,35 @@ def test_what_is_kept_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
         check_host_memory(run, 23.9)
     assert "stage s8192 keeps about 24.0 GiB on the host for each of the 1 ranks" in str(refused.value)
     assert main(["show", *full, "parallel.recompute_offload=true"]) == 0
-    assert re.search(r"^s8192 .* 120\.9 +24\.0 *$", capsys.readouterr().out, re.M)
+    assert re.search(r"^s8192 .* 120\.9 +24\.0 +49\.5 *$", capsys.readouterr().out, re.M)
+
+
+def test_what_a_save_takes_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank gathers what data-parallel ranks share, so more of them make it no smaller."""
+    run = compose(["experiment=k3"])
+    for plan in stage_table(run):
+        gradients = stage_memory(run, plan).parts["gradients"]
+        assert 2 * gradients < saving_bytes(run, plan) < 3 * gradients  # Muon: a master weight and a moment
+    few = compose(["experiment=k3", "cluster.nodes=256"])
+    assert saving_bytes(few, stage_table(few)[0]) == saving_bytes(run, stage_table(run)[0])
+    each = max(saving_bytes(run, plan) for plan in stage_table(run)) / GIB
+    assert host_shortage(run, 8 * each + 1) is None
+    said = host_shortage(run, 8 * each - 1)
+    assert said is not None
+    assert f"takes about {each:,.1f} GiB of the host's memory for each of the 8 ranks" in said
+    kept = compose(["experiment=proxy_gpu", "optim.offload=cpu"])
+    own = stage_memory(kept, stage_table(kept)[0])
+    assert host_shortage(kept, (own.host + own.saving) / GIB + 0.1) is None
+    assert host_shortage(kept, (own.host + own.saving) / GIB - 0.1) is not None
+    assert main(["show", "experiment=k3"]) == 0
+    assert re.search(rf"^s8k .* {each:,.1f} *$", capsys.readouterr().out, re.M)
 
 
 def test_a_small_model_is_more_than_nothing_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "optim.offload=cpu"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^stage .* optimizer state .* all +on the host *$", out, re.M)
-    row = re.search(r"^s256 +0\.\d{3} +0\.\d{3} +0\.0 .* (0\.\d{3}) *$", out, re.M)
+    assert re.search(r"^stage .* optimizer state .* all +on the host +host, a save *$", out, re.M)
+    row = re.search(r"^s256 +0\.\d{3} +0\.\d{3} +0\.0 .* (0\.\d{3}) +0\.\d{3} *$", out, re.M)
     assert row is not None, out
     assert float(row[1]) == pytest.approx(memory("optim.offload=cpu").host / GIB, abs=6e-4)
     assert float(row[1]) > 0
