@@ -270,7 +270,7 @@ def test_another_tokenizer_or_vocabulary_is_refused(run: Run, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"data\.tokenizer = .* is not a file"):
         stage_data(run)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CorpusError, match=r"data\.sources\.a: .* made with another tokenizer"):
+    with pytest.raises(CorpusError, match=r"data\.sources\.a\.path: .* made with another tokenizer"):
         stage_data(run)
     run.data.tokenizer = ""
     run.model.vocab_size = VOCAB - 1
