@@ -59,7 +59,7 @@ def test_words_of_settings_are_read_as_on_the_command_line():
         (Router(quantile=Quantile(bins=1)), "quantile.bins = 1 must be at least 2. Use 2 or more"),
         (Router(quantile=Quantile(window=0)), "quantile.window = 0 must be at least 1. Use 1 or more"),
         (Router(quantile=Quantile(strength=2.0)), "quantile.strength = 2.0 must be at most 1"),
-        (Router(quantile=Quantile(range=-1.0)), "quantile.range = -1.0 must be more than 0"),
+        (Router(quantile=Quantile(range=-1.0)), "quantile.range = -1.0 must be at least 1e-06"),
         (Router(input=schema.RouterInput.latent), "router.input = latent, .* use hidden"),
     ],
 )
