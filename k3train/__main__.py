@@ -32,7 +32,6 @@ def train(arguments: list[str]) -> int:
     from k3train.train.launch import launch
     from k3train.train.machine import check_machine
     from k3train.train.preflight import check_run
-    from k3train.train.signals import note_end_time
 
     check_run(run)
     check_machine(run)
@@ -49,7 +48,6 @@ def train(arguments: list[str]) -> int:
             print(line, flush=True)
     if changes.all_trained:
         return DONE
-    note_end_time(run)
     return launch(run, resolved)
 
 

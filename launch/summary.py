@@ -8,7 +8,6 @@ python launch/summary.py experiment=debug --state    new, interrupted or finishe
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from k3train.config.problems import BadInput
 from k3train.config.schema import Run
 from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
 from k3train.curriculum.stages import StagePlan, stage_table
+from k3train.monitor.metrics_file import METRICS, read_records
 
-METRICS = "metrics.jsonl"
 SETTINGS = "run.yaml"
 
 
@@ -41,22 +40,15 @@ class StageSummary:
     """Over the stage's steps, pauses for evaluation and checkpoints left out."""
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, Any]]:
     """Records of metrics.jsonl, those of steps that were trained twice only once: as trained last.
 
-    A line that is cut short is passed over. Raises BadInput when there is no record, OSError when the file
-    cannot be read.
+    Raises BadInput when there is no record, OSError when the file cannot be read.
     """
     if not path.exists():
         raise BadInput(f"{path} is not there: nothing has been trained, or the file was moved; put it back")
-    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            same = tuple(record.get(key) for key in ("kind", "step", "event", "heldout", "context_tokens"))
-        except (ValueError, AttributeError, RecursionError):
-            continue
-        latest[same] = record
+    same = ("kind", "step", "event", "heldout", "context_tokens")
+    latest = {tuple(record.get(key) for key in same): record for record in read_records(path)}
     if not latest:
         raise BadInput(f"{path} holds no record: nothing has been trained, or the file is damaged")
     return list(latest.values())
@@ -83,7 +75,7 @@ def _first_and_last(
 ) -> tuple[float | None, float | None]:
     """Loss where the stage began (evaluated one stage ahead) or soon after, and its latest loss."""
     here = sorted(
-        (record["tokens"], _number(record["loss"]))
+        (record["tokens"], record["loss"])
         for record in evaluations
         if record["heldout"] == heldout
         and record["context_tokens"] == plan.stage.context_tokens
@@ -99,11 +91,6 @@ def _speed(plan: StagePlan, steps: list[dict[str, Any]]) -> float | None:
     seconds = sum(record["step_seconds"] for record in steps if record["stage"] == plan.name)
     tokens = sum(plan.stage.batch_tokens for record in steps if record["stage"] == plan.name)
     return tokens / seconds if seconds > 0 else None
-
-
-def _number(value: float | str) -> float:
-    """A loss; the file spells what JSON cannot hold as float:nan and float:inf."""
-    return float(value.removeprefix("float:")) if isinstance(value, str) else value
 
 
 def folder_of(words: list[str], config_dir: str | None) -> Path:
@@ -145,8 +132,8 @@ def state(run: Run) -> str:
 
 
 def print_summary(run: Run, console: Console) -> None:
-    """Print the table of stages and the run's files. Raises what ``read_records`` does."""
-    stages = summarise(run, read_records(Path(run.dir) / METRICS))
+    """Print the table of stages and the run's files. Raises what ``read`` does."""
+    stages = summarise(run, read(Path(run.dir) / METRICS))
     table = Table(title=f"{run.name}: {state(run)}", title_justify="left")
     for heading in ("stage", "context", "steps", "held-out", "loss: start", "end", "tokens/s"):
         table.add_column(heading, justify="left" if heading in ("stage", "held-out") else "right")

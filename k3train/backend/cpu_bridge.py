@@ -33,7 +33,7 @@ _FACTORIES = (
 ).split()
 _NEW_METHODS = "new_empty new_full new_ones new_tensor new_zeros".split()
 _GPU_ONLY = ("transformer_engine", "apex")
-_saved: list[tuple[Any, str, Any]] = []
+_installed = False
 
 
 class _Inert:
@@ -48,7 +48,7 @@ class _Inert:
 
 def is_installed() -> bool:
     """Whether the bridge is active in this process."""
-    return bool(_saved)
+    return _installed
 
 
 def install(*, force: bool = False) -> bool:
@@ -57,7 +57,8 @@ def install(*, force: bool = False) -> bool:
     Must run before ``megatron.core`` is imported. With ``force`` it is installed although a GPU is visible,
     for runs with ``device=cpu``.
     """
-    if is_installed():
+    global _installed
+    if _installed:
         return True
     if torch.cuda.is_available() and not force:
         return False
@@ -68,21 +69,11 @@ def install(*, force: bool = False) -> bool:
     for package in _GPU_ONLY:
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     _redirect_rng_tracker()
+    _installed = True
     return True
 
 
-def uninstall() -> None:
-    """Restore everything that ``install`` changed."""
-    for owner, name, value in reversed(_saved):
-        setattr(owner, name, value)
-    _saved.clear()
-    for package in _GPU_ONLY:
-        if sys.modules.get(package, sys) is None:
-            del sys.modules[package]
-
-
 def _patch(owner: Any, name: str, value: Any) -> None:
-    _saved.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)
 
 

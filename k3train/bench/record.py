@@ -16,7 +16,6 @@ FORMAT = "k3train bench 1"
 MEASURED, ABSENT, NONE, FAILED, LATE = "measured", "not installed", "has none", "failed", "no time"
 EXPIRED = "did not end within"
 """How the reason begins of a process that was given too little time."""
-STATUS = (MEASURED, ABSENT, NONE, FAILED, LATE)
 
 
 @dataclass(kw_only=True, slots=True)

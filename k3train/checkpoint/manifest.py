@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from k3train.config.durable import sync_folder
 from k3train.config.problems import BadInput, Unavailable
 from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
 from k3train.config.trained import MANIFEST as MANIFEST
@@ -195,15 +196,6 @@ def sync_file(path: Path) -> None:
     """Make a file's content durable."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:

@@ -33,7 +33,6 @@ from k3train.checkpoint.manifest import (
     digest_file,
     read_manifest,
     sync_file,
-    sync_folder,
     write_durably,
     write_manifest,
 )
@@ -42,6 +41,7 @@ from k3train.checkpoint.stage import TRAIN_STATE, Staged, stage
 from k3train.checkpoint.state import layout_identity
 from k3train.checkpoint.trust import private_files
 from k3train.checkpoint.writer import Status, Writer, Written, write
+from k3train.config.durable import sync_folder
 from k3train.faults import point
 from k3train.optim.build import allocate_state, optimizer_steps
 from k3train.parallel.groups import Groups

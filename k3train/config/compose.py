@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from k3train.config.build import Builder, to_plain
+from k3train.config.durable import sync_folder
 from k3train.config.experiment import experiment_problems
 from k3train.config.files import read_mapping, unsafe_content
 from k3train.config.keys import closest_word
@@ -100,14 +101,14 @@ def save_resolved(run: Run, path: str | Path) -> None:
             raise
     finally:
         partial.unlink()
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def replace_resolved(run: Run, path: str | Path) -> None:
     """Write the whole Run as YAML in the place of an older file, whole or not at all."""
     target = Path(path)
     os.replace(_write_beside(run, target), target)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def load_resolved(path: str | Path) -> Run:
@@ -184,11 +185,3 @@ def _write_beside(run: Run, target: Path) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return partial
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

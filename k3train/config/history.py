@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from k3train.config.problems import BadInput
 
@@ -25,20 +25,6 @@ def record(run_dir: Path, event: str, **detail: Any) -> None:
         file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """The run's history, oldest first; a line that a kill cut short is left out."""
-    entries: list[dict[str, Any]] = []
-    path = run_dir / HISTORY
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict):
-            entries.append(cast("dict[str, Any]", entry))
-    return entries
 
 
 def run_id(run_dir: Path) -> str:

@@ -75,15 +75,6 @@ def stage_at(table: Sequence[StagePlan], tokens: int) -> StagePlan:
     return next((plan for plan in table if tokens < plan.end_tokens), table[-1])
 
 
-def step_at(table: Sequence[StagePlan], tokens: int) -> int:
-    """Optimizer steps behind ``tokens`` tokens. Raises ValueError inside a step or outside the run."""
-    plan = stage_at(table, tokens)
-    steps, rest = divmod(tokens - plan.start_tokens, plan.stage.batch_tokens)
-    if rest:
-        raise ValueError(f"{tokens} tokens end inside a step of stage {plan.name}")
-    return plan.start_step + steps
-
-
 def total_tokens(table: Sequence[StagePlan]) -> int:
     """Tokens of the whole run."""
     return table[-1].end_tokens

@@ -14,13 +14,10 @@ from torch import Tensor
 
 from k3train.backend.derivative import once_differentiable
 from k3train.kernels.main_grad import add_product, added, main_grad
+from k3train.plan.pieces import CHUNK_ELEMENTS, KEPT_ELEMENTS
 
 IGNORED = -100
 """Label of a token without a loss."""
-CHUNK_ELEMENTS = 2**28
-"""Logits that exist at once on a rank: half a GiB in bf16, and an fp32 copy of them where one is needed."""
-KEPT_ELEMENTS = 2**31
-"""Logits that are kept for the backward pass where that is asked for: 4 GiB in bf16."""
 
 
 def cross_entropy(

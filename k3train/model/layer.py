@@ -23,9 +23,8 @@ from k3train.model.mlp import SituMlp
 from k3train.model.moe import LatentMoe
 from k3train.model.norm import RmsNorm
 from k3train.plan.counts import is_mla
+from k3train.plan.pieces import PIECE_TOKENS
 
-PIECE_TOKENS = 65536
-"""Tokens of a rank beyond which a fully recomputed feed-forward works piece by piece."""
 REPLAYS_ATTENTION = True
 """Replay what lies around attention too, not feed-forwards alone."""
 

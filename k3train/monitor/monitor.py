@@ -26,11 +26,6 @@ class Monitor:
     def __init__(self, metrics: MetricsFile | None, sinks: list[Sink]) -> None:
         self._metrics, self._sinks = metrics, sinks
 
-    @property
-    def attempt(self) -> int | None:
-        """How often the run has been started, this time included; None on ranks that write nothing."""
-        return self._metrics.attempt if self._metrics else None
-
     def write(self, record: Record) -> None:
         """Record something. On ranks that write nothing this does nothing."""
         if self._metrics:

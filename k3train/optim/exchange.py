@@ -130,18 +130,6 @@ class Exchange:
                 buffer[piece].copy_(returned[start:stop])
                 start = stop
 
-    def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks in one ``apply``, momentum and updates."""
-        return sum(
-            sum(counts) - counts[self.rank]
-            for round_ in self.rounds
-            for counts in (round_.asked_counts, round_.answer_counts)
-        )
-
-    def owned_cost(self) -> int:
-        """Work of the matrices that this rank owns, as ``Matrix.cost`` counts it."""
-        return sum(m.cost for m, owner in zip(self.matrices, self.owners, strict=True) if owner == self.rank)
-
     def _swap(self, sent: Tensor, counts: list[int], arriving: list[int]) -> Tensor:
         if self.size == 1:
             return sent

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from k3train.parallel.layout import Layout
+from k3train.parallel.layout import RANK_ORDER, Layout
 
 SEED_STRIDE = 8192
 """More than megatron-core's own offsets of a seed: 0 (data), 1,024 (experts), 2,718 + rank (tensors)."""
@@ -46,6 +46,7 @@ def start_groups(layout: Layout, *, seed: int, timeout_seconds: int = 600) -> Gr
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        order=RANK_ORDER,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         create_gloo_process_groups=False,
     )

@@ -12,21 +12,16 @@ from k3train.config.schema import Model, Precision, Recompute
 from k3train.parallel.layout import Layout, chunk_layers
 from k3train.plan.borders import borders, message_sources, num_sources
 from k3train.plan.counts import is_mla
+from k3train.plan.pieces import CHUNK_ELEMENTS, KDA_CHUNK, KEPT_ELEMENTS, PIECE_TOKENS
 from k3train.plan.queries import head_parts
 from k3train.plan.recompute import RecomputePlan, head_slices
 
 _FP32 = 4
 _ROUTE_BYTES = 24
 """Of one choice of a token: expert (int64), its place among the rows (int64), score and weight (fp32)."""
-_LOGITS_AT_ONCE, _LOGITS_KEPT = 2**28, 2**31
-"""Elements of the logits that the output head computes at a time, and keeps if nothing is made again."""
 _WHOLE = (Recompute.full, Recompute.full)
-_CHUNK = 64
-"""Tokens of a tile of KDA's kernels."""
 _HOPPER_HEAD = 128
 """Channels of a head that KDA's kernels for Hopper take; others compute scores again."""
-_PIECE_TOKENS = 65536
-"""Tokens of a rank that a fully recomputed feed-forward works on at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +163,7 @@ class Activations:
         if pp_rank < self.layout.pp - 1:
             return again
         rows = self.model.vocab_size // self.layout.tp
-        at_once = _LOGITS_AT_ONCE if self.recompute.saves_memory else _LOGITS_KEPT
+        at_once = CHUNK_ELEMENTS if self.recompute.saves_memory else KEPT_ELEMENTS
         logits = min(at_once, self.gathered * rows) * self.width
         if self.model.mtp.num_layers and not self.recompute.saves_memory:
             logits *= 2
@@ -186,7 +181,7 @@ class Activations:
         chunks = [chunk_layers(self.layout, pp_rank, chunk) for chunk in range(self.layout.vp)]
         inside = [self.sources(layer + 1) + self._made_in(layer) for layers in chunks for layer in layers]
         if pp_rank == self.layout.pp - 1:
-            logits = min(_LOGITS_AT_ONCE, self.gathered * self.model.vocab_size // self.layout.tp)
+            logits = min(CHUNK_ELEMENTS, self.gathered * self.model.vocab_size // self.layout.tp)
             head = (logits + self.gathered * self.model.hidden_size) * self.width
             inside.append(self.sources(self.model.num_layers) + head)
         waiting = 0
@@ -204,7 +199,7 @@ class Activations:
             slices = head_slices(heads, self.gathered, self.layout.tp * self.layout.cp)
             attention = attention * slices[0][1] // heads
         if policies[1] is Recompute.full:
-            ffn = ffn * min(_PIECE_TOKENS, self.own) // self.own
+            ffn = ffn * min(PIECE_TOKENS, self.own) // self.own
         return max(attention, ffn) + self.hidden
 
     def _in_layer(self, layer: int) -> int:
@@ -212,9 +207,9 @@ class Activations:
         policies = self.recompute.of_layer(self.model, layer)
         pairs = zip(self.sublayers(layer), policies, strict=True)
         again, passing = zip(*((part.again_under(p), part.passing) for part, p in pairs), strict=True)
-        if policies[1] is Recompute.full and self.own > _PIECE_TOKENS:
+        if policies[1] is Recompute.full and self.own > PIECE_TOKENS:
             again, passing = (
-                (attention, ffn * _PIECE_TOKENS // self.own) for attention, ffn in (again, passing)
+                (attention, ffn * PIECE_TOKENS // self.own) for attention, ffn in (again, passing)
             )
         if policies != _WHOLE:
             return max(a + p for a, p in zip(again, passing, strict=True))
@@ -244,8 +239,8 @@ class Activations:
         scores = self.gathered * heads * self._scores()
         # Per tile: three operands as wide as a head, two squares, and two more for scores that are not kept;
         # states and their gradients; corrections.
-        kernels = 3 * channels + (2 if scores else 4) * heads * _CHUNK
-        kernels += 2 * channels * self.model.kda.head_dim // _CHUNK + channels
+        kernels = 3 * channels + (2 if scores else 4) * heads * KDA_CHUNK
+        kernels += 2 * channels * self.model.kda.head_dim // KDA_CHUNK + channels
         gradients = 5 * channels  # of q, k, v, the decay and the output
         return Kept(
             results=self.gathered * results * self.width,
@@ -258,7 +253,7 @@ class Activations:
         the decay over each chunk, two inverse norms and beta."""
         if self.model.precision is not Precision.bf16 or self.model.kda.head_dim != _HOPPER_HEAD:
             return 0
-        return 2 * _CHUNK * self.width + _FP32 * _HOPPER_HEAD // _CHUNK + 3 * _FP32
+        return 2 * KDA_CHUNK * self.width + _FP32 * _HOPPER_HEAD // KDA_CHUNK + 3 * _FP32
 
     def _mla(self) -> Kept:
         mla, layout, width = self.model.mla, self.layout, self.width

@@ -61,16 +61,6 @@ def work_before(borders: Sequence[int], positions: Sequence[int]) -> list[int]:
     return found
 
 
-def rank_work(borders: tuple[int, ...], heads: int, cp: int) -> list[int]:
-    """Pairs of query and key, times heads, of each context-parallel rank of one tensor-parallel rank."""
-    parts = head_parts(heads, cp)
-    shares: list[int] = []
-    for ranges in assign_queries(borders, cp // parts):
-        ends = work_before(borders, [position for each in ranges for position in each])
-        shares.append(sum(ends[1::2]) - sum(ends[::2]))
-    return [shares[rank // parts] * (heads // parts) for rank in range(cp)]
-
-
 def overlap(ranges: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
     """The parts of ``ranges`` that lie in [start, stop)."""
     cut = ((max(a, start), min(b, stop)) for a, b in ranges)

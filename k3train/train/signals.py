@@ -133,8 +133,9 @@ class StopRequest:
         self._last_poll = None
 
     def clear_file(self) -> None:
-        """Remove the stop file, once the stop is carried out or a new run begins (rank 0 only)."""
-        self._file.unlink(missing_ok=True)
+        """Remove the stop file, once the stop is carried out; rank 0 only: others might remove the next."""
+        if _is_first_rank():
+            self._file.unlink(missing_ok=True)
 
     def restore(self) -> None:
         """Give the signals back to whoever handled them before."""
@@ -161,12 +162,6 @@ def seconds_left(run: Run) -> float | None:
         if text.isdecimal():
             return min([float(text) - time.time(), *(limits if name == _SLURM_END_TIME else ())])
     return limits[0] if limits else None
-
-
-def note_end_time(run: Run) -> None:
-    """Tell the ranks that this process starts, and starts again, when the run's time limit ends."""
-    if run.cluster.time_limit_minutes:
-        os.environ.setdefault(END_TIME, str(int(time.time()) + 60 * run.cluster.time_limit_minutes))
 
 
 def _is_first_rank() -> bool:

@@ -14,13 +14,14 @@ import pytest
 from k3train.config.build import to_plain
 from k3train.config.compare import compare, describe, differences, settle
 from k3train.config.compose import load_resolved, to_yaml
-from k3train.config.history import read_history, run_id
+from k3train.config.history import run_id
 from k3train.config.identity import KINDS, Kind, covers, kind_of
 from k3train.config.keys import flattened, follow
 from k3train.config.problems import BadInput, ConfigError
 from k3train.config.rules import check
 from k3train.config.trained import MANIFEST, TRAIN_STATE, Trained, last_trained
 from tests.config.trees import four_stage_run
+from tests.history import read_history
 
 STAGE = "curriculum.stages.s2048"
 MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2048", "s8192", "s32768")}
@@ -294,8 +295,3 @@ def test_what_is_no_id_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run_id").write_bytes(content)
     with pytest.raises(BadInput, match=r"run_id holds no run's id"):
         run_id(tmp_path)
-
-
-def test_a_history_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "history.jsonl").write_text('{"event": "start"}\n[]\n{"event": "st')
-    assert read_history(tmp_path) == [{"event": "start"}]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import slurm
 
-from k3train.config.history import read_history
 from k3train.config.schema import Curriculum, Run, Stage, StageParallel
+from tests.history import read_history
 from tests.launch.stand_ins import PATIENCE, SBATCH, SCONTROL, SRUN
 from tests.train.runs import losses, make_run, records, train_run
 

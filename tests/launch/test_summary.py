@@ -54,7 +54,7 @@ def test_a_stage_starts_where_it_was_evaluated_one_ahead_and_ends_at_its_last_ev
         evaluation(second.end_tokens, long, 4.5),
         evaluation(second.end_tokens, short, 1.0),
     )
-    one, two, three, _ = summary.summarise(run, summary.read_records(Path(run.dir) / "metrics.jsonl"))
+    one, two, three, _ = summary.summarise(run, summary.read(Path(run.dir) / "metrics.jsonl"))
     assert one.heldout == {"heldout": (8.3, 5.0)}
     assert two.heldout == {"heldout": (5.2, 4.5)}
     assert three.heldout == {"heldout": (None, None)}
@@ -71,7 +71,7 @@ def test_steps_trained_twice_count_once_as_trained_last_and_a_cut_line_is_passed
         evaluation(first.end_tokens, first.stage.context_tokens, 4.0, attempt=2),
         tail='{"kind": "step", "st',
     )
-    one = summary.summarise(run, summary.read_records(Path(run.dir) / "metrics.jsonl"))[0]
+    one = summary.summarise(run, summary.read(Path(run.dir) / "metrics.jsonl"))[0]
     assert one.steps == 2
     assert one.tokens_per_second == 2 * first.stage.batch_tokens / 4.0
     assert one.heldout["heldout"] == (None, 4.0)

@@ -113,7 +113,8 @@ def scattered(rank: int, dtype: torch.dtype, round_elements: int) -> Any:
     want = torch.cat([2 * shards[m][s][a:b] for m, s, a, b, _ in HELD[rank]]).to(dtype)
     owned = [m for m, o in zip(exchange.matrices, exchange.owners, strict=True) if o == rank]
     right = all(torch.equal(x, whole[m].to(dtype)) for x, m in zip(seen, owned, strict=True))
-    return torch.equal(buffer, want), right, len(owned), exchange.sent_elements()
+    both = [counts for each in exchange.rounds for counts in (each.asked_counts, each.answer_counts)]
+    return torch.equal(buffer, want), right, len(owned), sum(sum(n) - n[rank] for n in both)
 
 
 A, B, C, D = (

@@ -15,11 +15,11 @@ from k3train.checkpoint.folder import committed
 from k3train.checkpoint.load import read_train_state
 from k3train.config.compare import settle
 from k3train.config.compose import compose
-from k3train.config.history import read_history
 from k3train.config.schema import Curriculum, Mtp, Run, Stage, StageLearningRate, StageParallel
 from k3train.config.trained import Trained, last_trained
 from k3train.curriculum.stages import stage_table
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
+from tests.history import read_history
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.runs import VOCAB, losses, make_run, records, train_rank, train_run
 

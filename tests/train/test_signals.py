@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from k3train.config.schema import Cluster, Run
 from k3train.train.signals import END_TIME, STOP_FILE, StopRequest, seconds_left
+from tests.ranks import run_ranks
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
@@ -86,6 +88,26 @@ def test_signals_are_remembered(tmp_path: Path, number: signal.Signals) -> None:
     finally:
         stop.restore()
     assert signal.getsignal(TERM) is signal.SIG_DFL
+
+
+def _clear(rank: int, folder: Path) -> bool:
+    """Whether the file is there after rank 1, and only it, has cleared it."""
+    stop = StopRequest(folder)
+    if rank == 1:
+        stop.clear_file()
+    dist.barrier()
+    kept = (folder / STOP_FILE).exists()
+    dist.barrier()
+    if rank == 0:
+        stop.clear_file()
+    stop.restore()
+    return kept
+
+
+def test_only_rank_0_clears_the_stop_file(tmp_path: Path) -> None:
+    (tmp_path / STOP_FILE).touch()
+    assert run_ranks(2, _clear, tmp_path) == [True, True]
+    assert not (tmp_path / STOP_FILE).exists()
 
 
 def test_the_stop_file_is_obeyed_and_cleared(tmp_path: Path) -> None:

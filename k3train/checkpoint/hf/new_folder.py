@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from k3train.checkpoint.manifest import CheckpointError, CheckpointNotWritten, sync_folder
+from k3train.checkpoint.manifest import CheckpointError, CheckpointNotWritten
+from k3train.config.durable import sync_folder
 
 
 def check_new(out: Path) -> None:

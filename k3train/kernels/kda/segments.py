@@ -17,7 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-CHUNK = 64
+from k3train.plan.pieces import KDA_CHUNK as CHUNK
+
 PROCESSORS = 132
 NONE, IDENTITY = -1, -2
 """Slots that stand for no state (zero) and, as the start of a scan, for the identity."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from k3train.config.schema import Curriculum, Run, Stage
-from k3train.curriculum.stages import stage_at, stage_table, step_at, total_tokens
+from k3train.curriculum.stages import stage_at, stage_table, total_tokens
 
 RUN = Run(
     curriculum=Curriculum(
@@ -43,13 +43,3 @@ def test_stage_of_the_next_token(tokens: int, name: str) -> None:
 def test_outside_the_run(tokens: int) -> None:
     with pytest.raises(ValueError, match="outside the run"):
         stage_at(TABLE, tokens)
-
-
-@pytest.mark.parametrize(("tokens", "step"), [(0, 0), (32, 1), (320, 10), (576, 11), (832, 12)])
-def test_steps_of_tokens(tokens: int, step: int) -> None:
-    assert step_at(TABLE, tokens) == step
-
-
-def test_inside_a_step() -> None:
-    with pytest.raises(ValueError, match="inside a step of stage long"):
-        step_at(TABLE, 352)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from k3train.plan.queries import assign_queries, head_parts, overlap, rank_work, work_before
+from k3train.plan.queries import assign_queries, head_parts, overlap, work_before
 
 
 def natural(n: int, seed: int, longest: int) -> tuple[int, ...]:
@@ -31,6 +31,16 @@ BUFFERS = {
         "equal": tuple(range(0, n + 1, 1024)),
     }.items()
 }
+
+
+def rank_work(borders: tuple[int, ...], heads: int, cp: int) -> list[int]:
+    """Pairs of query and key, times heads, of each context-parallel rank of one tensor-parallel rank."""
+    parts = head_parts(heads, cp)
+    shares: list[int] = []
+    for ranges in assign_queries(borders, cp // parts):
+        ends = work_before(borders, [position for each in ranges for position in each])
+        shares.append(sum(ends[1::2]) - sum(ends[::2]))
+    return [shares[rank // parts] * (heads // parts) for rank in range(cp)]
 
 
 @pytest.mark.parametrize("heads", [24, 12, 6, 25], ids=lambda h: f"{head_parts(h, 8)} parts of the heads")
