@@ -256,7 +256,7 @@ def test_listing_names_every_item(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["kda", "--audit", "--gate-lower-bound", "-8"], "has 22 tokens, 16 as a power of two"),
         (["show"], "one file to print or two to compare"),
-        (["show", "{tmp}/missing.json"], "missing.json: No such file"),
+        (["show", "{tmp}/missing.json"], "missing.json does not exist; give a file"),
         (["show", "{tmp}/text.json"], "is no JSON"),
         (["show", "{tmp}/nested.json"], "is no JSON"),
         (["show", "{tmp}/other.json"], "was not written by k3train bench"),

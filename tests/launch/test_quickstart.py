@@ -27,7 +27,7 @@ case "$1" in
   train)
     mkdir -p "{dir}/checkpoints/step_{last}"
     cp "{dir}/../run.yaml" "{dir}"
-    echo '{{"kind": "event", "event": "done"}}' > "{dir}/metrics.jsonl"
+    echo '{{"kind": "event", "event": "done", "attempt": 1}}' > "{dir}/metrics.jsonl"
     exit "${{TRAIN_CODE:-0}}" ;;
   data) exit "${{DATA_CODE:-0}}" ;;
 esac
