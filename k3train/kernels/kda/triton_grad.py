@@ -24,6 +24,7 @@ from k3train.kernels.kda.triton_math import (
     clear_rows,
     ex2,
     log2_gates,
+    of_tokens,
     product,
     put,
     sigmoid,
@@ -127,12 +128,6 @@ def aside(s, part: gl.constexpr):
 def suffix(h, l, tri, zero, DOT: gl.constexpr):
     """Sum of h + l over this and later positions of the block."""
     return chained(gl.convert_layout(h, DOT), gl.convert_layout(l, DOT), tri, tri, zero, False)
-
-
-@gluon.jit
-def of_tokens(s, which: gl.constexpr, block: gl.constexpr, TK: gl.constexpr):
-    """A block's values of vector ``which`` of several [64]."""
-    return s.slice(64 * which + 32 * block, 32).load(TK)
 
 
 @gluon.jit

@@ -88,6 +88,12 @@ def store_triangle(tri, LT: gl.constexpr):
 
 
 @gluon.jit
+def of_tokens(s, which: gl.constexpr, block: gl.constexpr, TK: gl.constexpr):
+    """A block's values [32] of vector ``which`` of several [64] in shared memory."""
+    return s.slice(64 * which + 32 * block, 32).load(TK)
+
+
+@gluon.jit
 def clear_rows(s, left, LN: gl.constexpr):
     """Zero the rows of [64, .] past the document's end: they belong to the next document."""
     x = s.load(LN)

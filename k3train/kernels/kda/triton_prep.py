@@ -26,6 +26,7 @@ from k3train.kernels.kda.triton_math import (
     ex2,
     fp16,
     log2_gates,
+    of_tokens,
     product,
     sigmoid,
     store_triangle,
@@ -38,12 +39,6 @@ from k3train.kernels.kda.triton_ring import arrived, dismiss, expect_all, fetch,
 def channels(s, half: gl.constexpr, MMA: gl.constexpr):
     """A block's rows of tokens in shared memory -> [channels, tokens]."""
     return s.slice(32 * half, 32, 0).permute((1, 0)).load(MMA)
-
-
-@gluon.jit
-def of_tokens(s, which: gl.constexpr, half: gl.constexpr, TK: gl.constexpr):
-    """A block's values [1, 32] of vector ``which`` of several [64]."""
-    return gl.expand_dims(s.slice(64 * which + 32 * half, 32).load(TK), 0)
 
 
 @gluon.jit
@@ -199,12 +194,12 @@ def kda_prep(
     xk1 = channels(sk, 1, MMA)
     xq1 = channels(sq, 1, MMA)
     # block 0
-    K = wide(channels(sk, 0, MMA)) * of_tokens(sr, 1, 0, TK)
-    Q = wide(channels(sq, 0, MMA)) * (of_tokens(sr, 0, 0, TK) * scale)
+    K = wide(channels(sk, 0, MMA)) * gl.expand_dims(of_tokens(sr, 1, 0, TK), 0)
+    Q = wide(channels(sq, 0, MMA)) * gl.expand_dims(of_tokens(sr, 0, 0, TK) * scale, 0)
     A = product(ga0, tri, zero, False) + shift
     x = ex2(A)
     Q = Q * x
-    yo = K * (of_tokens(sr, 2, 0, TK) * ex2(0.0 - A))
+    yo = K * (gl.expand_dims(of_tokens(sr, 2, 0, TK), 0) * ex2(0.0 - A))
     K = K * x
     if SCORES:
         s0 = scores_of(sx0, sy0, Q, K, yo, SC)
@@ -213,14 +208,14 @@ def kda_prep(
     stage(sq, 0, Q * down)
     stage(sk, 0, yo * e1)
     # block 1, whose pairs with block 0 share its left operand
-    K = wide(xk1) * of_tokens(sr, 1, 1, TK)
-    Q = wide(xq1) * (of_tokens(sr, 0, 1, TK) * scale)
+    K = wide(xk1) * gl.expand_dims(of_tokens(sr, 1, 1, TK), 0)
+    Q = wide(xq1) * gl.expand_dims(of_tokens(sr, 0, 1, TK) * scale, 0)
     A = product(ga1, tri, zero, False) + shift
     if SCORES:
         s0 = warpgroup_mma_wait(0, deps=[s0])
     x = ex2(A)
     Q = Q * x
-    y = K * (of_tokens(sr, 2, 1, TK) * ex2(0.0 - A))
+    y = K * (gl.expand_dims(of_tokens(sr, 2, 1, TK), 0) * ex2(0.0 - A))
     K = K * x
     if SCORES:
         stage(sy0, 0, yo * down)
