@@ -153,8 +153,8 @@ class _Most(Kept):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.storages = {place: kept for place, kept in self.storages.items() if not kept[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
+        self.most = max(self.most, sum(self.made.values()))
         return out
 
 

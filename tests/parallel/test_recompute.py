@@ -144,15 +144,15 @@ def test_feed_forwards_in_pieces_see_no_more_at_once(one_rank: dict[str, dict[st
 
 def test_each_policy_keeps_less(one_rank: dict[str, dict[str, Any]]) -> None:
     size = {name: each["bytes"] for name, each in one_rank.items()}
-    print({name: f"{100 * each / size['none']:.0f} %" for name, each in size.items()})
+    print(size)
     for kind in ("kda", "mla", "moe", "dense"):
         assert size[f"{kind} full"] < size[f"{kind} selective"] < size["none"], kind
     assert size["full"] < size["full but moe"] < size["selective"] < size["none"]
-    # any policy drops the logits of both heads; a scalar's memory may have been counted elsewhere
+    # any policy drops the logits of both heads
     logits = 2 * 4 * MICRO.borders[-1] * MODEL.vocab_size
     for policy in ("selective", "full"):
         saved = [size["none"] - size[f"{kind} {policy}"] for kind in ("kda", "mla", "moe", "dense")]
-        assert size["none"] - size[policy] >= sum(saved) - 3 * logits - 16
+        assert size["none"] - size[policy] >= sum(saved) - 3 * logits
 
 
 def test_selective_drops_what_it_names(one_rank: dict[str, dict[str, Any]]) -> None:

@@ -21,27 +21,33 @@ WEIGHT = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
 
 
 class Kept(TorchDispatchMode):
-    """Counts the bytes of storages made inside and still alive."""
+    """Counts the bytes of storages made inside and still alive.
+
+    A weak reference keeps a storage's identity from being given to another one; its memory's address may
+    come back, for a tensor that is to be counted after one that is not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.outside: set[int] = set()
+        self.made: dict[StorageWeakRef, int] = {}
+        self.outside: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given, made = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in (args, out))
-        self.outside |= {x.untyped_storage().data_ptr() for x in given} - self.storages.keys()
-        for x in made:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in self.outside:
-                self.storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.outside |= {StorageWeakRef(s) for s in _storages((args, kwargs))} - self.made.keys()
+        for storage in _storages(out):
+            if (ref := StorageWeakRef(storage)) not in self.outside:
+                self.made[ref] = storage.nbytes()
         return out
 
     def bytes(self) -> int:
         """Bytes alive now."""
         gc.collect()
-        return sum(size for ref, size in self.storages.values() if not ref.expired())
+        return sum(size for ref, size in self.made.items() if not ref.expired())
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def network(x: Tensor, calls: list[str], on: bool) -> Tensor:
