@@ -43,7 +43,6 @@ class Process:
     def go(self) -> None:
         """Let it measure as soon as it is ready."""
         assert self.process.stdin is not None
-        self._signal(signal.SIGCONT)
         try:
             self.process.stdin.write("go\n")
             self.process.stdin.close()
@@ -70,14 +69,8 @@ class Process:
         self.late = True
         self.kill()
 
-    def pause(self) -> None:
-        """Halt it until it may go, so that its compiling disturbs nobody's measurement."""
-        self._signal(signal.SIGSTOP)
-
     def kill(self) -> None:
-        """End it, unless it has ended."""
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
+        """End it, unless it has ended, and wait until it is gone with the memory that it held."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

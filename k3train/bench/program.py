@@ -128,7 +128,8 @@ def _missing(item: str, by: str) -> tuple[str, str] | None:
 def _start_all(tasks: list[Task], request: Request) -> dict[str, Process]:
     """Let all processes import and compile at once, before the first one measures; by their output file.
 
-    A process that is not ready in time is halted; it goes on when its turn comes, after all others.
+    A process that is not ready in time is ended, since it would keep the device's memory from those that
+    measure. Another one takes its turn, after all others, and finds what has been compiled.
     """
     began, cores = time.monotonic(), os.cpu_count() or 1
     started, helpers = {}, []
@@ -143,22 +144,20 @@ def _start_all(tasks: list[Task], request: Request) -> dict[str, Process]:
                 max(0.0, COMPILING_SHARE * request.budget_seconds - (time.monotonic() - began))
             )
     finally:
-        for helper in helpers:
-            helper.kill()
-    late = [process for process in started.values() if not process.ready.is_set()]
-    for process in late:
-        process.pause()
+        late = [process for process in started.values() if not process.ready.is_set()]
+        for process in (*helpers, *late):
+            process.kill()
     count, seconds = len(started) + len(helpers), time.monotonic() - began
     rest = "".join(f"; {process.task.item} of {process.task.by} not yet" for process in late)
     print(f"{count} processes compiled for {seconds:.0f} s{rest}", flush=True)
-    return started
+    return {out: process for out, process in started.items() if process not in late}
 
 
 def _measure(
     tasks: list[Task], started: dict[str, Process], request: Request, deadline: float
 ) -> Iterator[list[Row]]:
     """Rows of one process after another; only one of them measures at any time."""
-    for task in sorted(tasks, key=lambda task: task.out in started and not started[task.out].ready.is_set()):
+    for task in sorted(tasks, key=lambda task: task.out not in started):  # those that are ready first
         left = deadline - time.monotonic()
         trouble, late = f"the budget of {request.budget_seconds:.0f} s was used up", True
         if left >= 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from k3train.__main__ import main
 from k3train.bench import program, work
 from k3train.bench.items import ITEMS, OURS, PEERS, default_shapes
 from k3train.bench.machine import version
+from k3train.bench.process import Process
 from k3train.bench.record import (
     ABSENT,
     FAILED,
@@ -304,10 +306,18 @@ def test_processes_that_start_together_measure_one_after_another(tmp_path: Path)
     shapes = {"situ": [{"rows": 4, "channels": 8}], "attn_res": [{"tokens": 4, "hidden": 8, "sources": 2}]}
     asked = request(peers=[], shapes=shapes, budget_seconds=1)
     tasks = program._tasks(Record(made={}), asked, tmp_path)
-    started = program._start_all(tasks[:1], asked)  # not ready in time: halted
-    assert not started[tasks[0].out].ready.is_set()
-    rows = [
-        row for rows in program._measure(tasks, started, request(), time.monotonic() + 100) for row in rows
-    ]
+    patient = replace(asked, budget_seconds=100)
+    started = program._start_all(tasks[1:], patient)
+    assert all(process.ready.is_set() for process in started.values())
+    rows = [row for rows in program._measure(tasks, started, patient, time.monotonic() + 100) for row in rows]
     assert [row.item for row in rows] == ["attn_res", "attn_res", "situ", "situ"]
     assert {row.status for row in rows} == {MEASURED}
+
+
+def test_a_process_that_compiles_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halted, it would keep the device's memory from the others."""
+    made: list[program.Process] = []
+    monkeypatch.setattr(program, "Process", lambda task: made.append(Process(task)) or made[-1])
+    asked = request(peers=[], shapes={"situ": [{"rows": 4, "channels": 8}]}, budget_seconds=0.01)
+    assert program._start_all(program._tasks(Record(made={}), asked, tmp_path), asked) == {}
+    assert made[0].process.poll() == -signal.SIGKILL
