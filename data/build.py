@@ -36,6 +36,7 @@ BPE_SAMPLE_BYTES = 4_000_000
 CORPORA = ("prose", "docs", "code", "heldout")
 WITH_LONG = ("prose", "code")
 """Sources that give a long document to the held-out corpus."""
+NOTHING_BUILT = "no corpus was built or replaced; the same command starts over"
 
 Say = Callable[[str], None]
 
@@ -56,8 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:5.1f} s[/dim]  {text}")
 
+    folder = options.out / options.name
+    before = made(folder)
     try:
-        folder = options.out / options.name
         if not options.force and already_there(folder, options.offline, say):
             return 0
         build(folder, options.out / "downloads", options.offline, say)
@@ -73,9 +75,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: no corpus was built or replaced; the same command starts over", file=sys.stderr)
+        there = f"{folder} is built and whole" if made(folder) != before else NOTHING_BUILT
+        print(f"interrupted: {there}", file=sys.stderr)
         return 1
     return 0
+
+
+def made(folder: Path) -> int | None:
+    """Which build lies in the folder: each has another number; None for none."""
+    try:
+        return (folder / "build.json").stat().st_ino
+    except OSError:
+        return None
 
 
 def already_there(folder: Path, offline: bool, say: Say) -> bool:
@@ -117,19 +128,22 @@ def build(folder: Path, downloads: Path, offline: bool, say: Say) -> None:
         write(temporary, sources, path, offline, say)
         about = {"recipe": RECIPE, "offline": offline, "packages": {} if offline else packages()}
         write_atomically(temporary / "build.json", json.dumps(about, indent=2).encode())
-        if folder.exists():
-            old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-            folder.rename(old)
-            try:
-                temporary.rename(folder)
-            finally:
-                if not folder.exists():
-                    old.rename(folder)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(folder)
+        put_in_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put_in_place(temporary: Path, folder: Path) -> None:
+    """Make ``temporary`` the folder. Whatever ends this, one whole corpus lies there, the old or the new."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def collect(downloads: Path, offline: bool, say: Say) -> tuple[dict[str, list[Text]], bool]:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -92,6 +93,60 @@ def test_a_build_is_whole_idempotent_and_repairs_damage(
     assert build.main(["tiny", "--out", str(tmp_path)]) == 0
     assert "docs/tokens.bin does not have the sha256 of its manifest" in capsys.readouterr().out
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == contents
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        ("collect", "no corpus was built or replaced"),
+        ("train", "no corpus was built or replaced"),
+        ("write_corpus", "no corpus was built or replaced"),
+        ("put_in_place", "is built and whole"),
+        ("table", "is built and whole"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "again"])
+def test_an_interrupted_build_leaves_a_whole_corpus_or_none_and_says_which(
+    tmp_path: Path,
+    collected: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    moment: str,
+    said: str,
+    first: bool,
+) -> None:
+    if not first:
+        assert build.main(["tiny", "--out", str(tmp_path)]) == 0
+    whole = getattr(build, moment)
+
+    def interrupted(*arguments: object, **named: object) -> object:
+        if moment == "put_in_place":
+            whole(*arguments, **named)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(build, moment, interrupted)
+    assert build.main(["tiny", "--out", str(tmp_path), "--force"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("interrupted: ")
+    assert said in error
+    assert error.count("\n") == 1
+    left = [] if first and "no corpus" in said else [tmp_path / "tiny"]
+    assert list(tmp_path.iterdir()) == left
+    for folder in left:
+        for name in build.CORPORA:
+            verify(folder / name)
+
+
+def test_a_corpus_that_cannot_be_put_in_place_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "old").touch()
+    with pytest.raises(FileNotFoundError):
+        build.put_in_place(tmp_path / "gone", tmp_path / "tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+    assert (tmp_path / "tiny" / "old").exists()
 
 
 def test_two_builds_are_equal_to_the_byte(tmp_path: Path, collected: None) -> None:
