@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 _FIRST = """
@@ -44,7 +46,7 @@ interpreter.InterpreterBuilder.create_inline_asm = instruction
 """
 
 
-def interpret(program: str, *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def interpret(program: str, *, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     """What ``program``, Python's text, printed and how it ended."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _FIRST + program],

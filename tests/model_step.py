@@ -77,7 +77,7 @@ def step(
     """
     if world is None:
         world = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
-    results = run_ranks(world, _step, model, micros, weights, degrees, prepare, timeout=100)
+    results = run_ranks(world, _step, model, micros, weights, degrees, prepare)
     return Step(
         loss=sum(r["loss"] for r in results),
         gradients=sharded.whole([s for r in results for s in r["gradients"]]),

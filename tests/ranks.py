@@ -21,6 +21,7 @@ import torch._dynamo  # torch's optimizers import it at first use, which every r
 
 from k3train.backend import start
 from k3train.config.schema import Device
+from tests.patience import PATIENCE
 
 if not torch.cuda.is_available():
     # On a GPU machine the bridge would take the GPU away from the tests marked ``gpu``.
@@ -31,7 +32,7 @@ class RanksFailed(AssertionError):
     """A rank failed or ran too long; the message holds the first tracebacks."""
 
 
-def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """``[function(rank, *args) for rank in range(n)]``, each on its own rank of a gloo world of ``n``.
 
     The first rank that fails ends the others; its traceback is raised here. Results travel through
@@ -52,7 +53,9 @@ def _fork(rank: int, n: int, function: Callable[..., Any], args: tuple, folder: 
     code = 1
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
-        start.start_processes(torch.device("cpu"), timeout_seconds=60, init_method=f"file://{folder}/store")
+        start.start_processes(
+            torch.device("cpu"), timeout_seconds=int(PATIENCE), init_method=f"file://{folder}/store"
+        )
         start.seed_everything(1234)
         torch.save(function(rank, *args), folder / f"{rank}.result")
         torch.distributed.barrier()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("configs", "data", "launch")
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
@@ -20,7 +22,7 @@ LINT = "from importlinter.cli import lint_imports_command; lint_imports_command(
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter on the checkout at ``root``: it looks for packages there first."""
     return subprocess.run(
-        [sys.executable, "-c", LINT, "--no-cache"], cwd=root, text=True, capture_output=True, timeout=120
+        [sys.executable, "-c", LINT, "--no-cache"], cwd=root, text=True, capture_output=True, timeout=PATIENCE
     )
 
 

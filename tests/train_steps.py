@@ -66,7 +66,7 @@ def train(
     ``weights`` are one rank's; None draws them. Micro-batches are dealt to data-parallel ranks.
     """
     world = world or degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
-    ranks = run_ranks(world, _train, model, list(micros), weights, degrees, optim, steps, timeout=120)
+    ranks = run_ranks(world, _train, model, list(micros), weights, degrees, optim, steps)
     assert all(r["norms"] == ranks[0]["norms"] for r in ranks)
     balance: dict[int, dict[str, float]] = {}
     for layer, numbers in (item for r in ranks for item in r["balance"].items()):

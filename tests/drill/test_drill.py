@@ -85,7 +85,7 @@ def test_ctrl_c_stops_the_drill_and_all_it_started(tmp_path: Path, moment: Calla
         time.sleep(0.02)
     family = started.children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    output, said = process.communicate(timeout=30)
+    output, said = process.communicate(timeout=250)
     assert (process.returncode, output) == (1, "")
     assert said == "interrupted: the drill has stopped, without a verdict\n"
     assert family

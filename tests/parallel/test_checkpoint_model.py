@@ -101,7 +101,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if key not in made:
             folder = tmp_path_factory.mktemp("saved")
             world, degrees = layout
-            made[key] = folder, run_ranks(world, save, degrees, precision, folder, timeout=100)
+            made[key] = folder, run_ranks(world, save, degrees, precision, folder)
         return made[key]
 
     return get
@@ -116,7 +116,7 @@ def test_the_model_crosses_layouts_bitwise(
 ) -> None:
     folder, saved = saved_by(layout, precision)
     world, degrees = new_layout
-    loaded = run_ranks(world, load, degrees, precision, folder / "step_00000002", timeout=100)
+    loaded = run_ranks(world, load, degrees, precision, folder / "step_00000002")
     before, after = (assemble([each[0] for each in run]) for run in (saved, loaded))
     assert before.keys() == after.keys()
     assert [key for key in before if not torch.equal(before[key], after[key])] == []

@@ -68,7 +68,7 @@ def _expected(layout: Layout, places: list[Coordinates], rank: int, varies: set[
 def test_groups_are_those_of_the_arithmetic(world: int, ranks: list[int]) -> None:
     layout = make_layout(K3, LAYOUTS[world], world)
     places = [rank_coordinates(layout, rank) for rank in range(world)]
-    for rank, found in run_ranks(1, _members, world, ranks, timeout=120)[0].items():
+    for rank, found in run_ranks(1, _members, world, ranks)[0].items():
         for name, varies in VARIES.items():
             assert found[name] == _expected(layout, places, rank, varies), (rank, name)
         pipeline = _expected(layout, places, rank, {"pp"})

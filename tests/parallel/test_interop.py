@@ -153,7 +153,7 @@ def test_a_run_starts_from_an_imported_checkpoint_on_any_layout(bf16: Saved, tmp
 
 def test_eight_ranks_export_the_files_of_one(bf16: Saved, tmp_path: Path) -> None:
     degrees = {"tp": 2, "pp": 2, "ep": 2}
-    run_ranks(8, save, degrees, Precision.bf16, tmp_path / "run", bf16.weights, timeout=120)
+    run_ranks(8, save, degrees, Precision.bf16, tmp_path / "run", bf16.weights)
     export_release(tmp_path / "run", tmp_path / "eight", shard_bytes=30_000)
     export_release(bf16.run, tmp_path / "one", shard_bytes=30_000)
     assert contents(tmp_path / "eight") == contents(tmp_path / "one")

@@ -78,7 +78,7 @@ def _state(member: Any) -> int:
 
 
 def test_parameters_gradients_and_state_are_what_ranks_hold() -> None:
-    ranks = run_ranks(4, _held, timeout=100)
+    ranks = run_ranks(4, _held)
     for i, (_, _, degrees) in enumerate(HELD):
         layouts = [rank[i] for rank in ranks]
         for found in layouts:
@@ -139,7 +139,7 @@ def _kept(rank: int, degrees: dict[str, int]) -> list[tuple[int, int]]:
 def test_activations_are_what_ranks_keep(degrees: dict[str, int]) -> None:
     """The CPU copies attention's output once more and applies MLA's gate in place: routing is uneven on
     either device: within a third."""
-    for found in run_ranks(4 if degrees else 1, _kept, degrees, timeout=100):
+    for found in run_ranks(4 if degrees else 1, _kept, degrees):
         for policy, (kept, estimate) in zip(POLICIES, found, strict=True):
             assert kept == pytest.approx(estimate, rel=1 / 3), policy
 
@@ -179,6 +179,6 @@ def _most_in_a_forward_pass(rank: int, degrees: dict[str, int]) -> list[tuple[in
 @pytest.mark.parametrize("degrees", [{}, {"pp": 2, "vp": 2}], ids=str)
 def test_a_pass_without_gradients_takes_what_is_estimated(degrees: dict[str, int]) -> None:
     """Never more; less, because what a sublayer is done with is freed and the CPU gates in place."""
-    for found in run_ranks(degrees.get("pp", 1), _most_in_a_forward_pass, degrees, timeout=100):
+    for found in run_ranks(degrees.get("pp", 1), _most_in_a_forward_pass, degrees):
         for policy, (most, estimate) in zip(POLICIES, found, strict=True):
             assert 0.6 < most / estimate <= 1, policy

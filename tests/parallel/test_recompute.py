@@ -92,7 +92,7 @@ def _policies(rank: int, degrees: dict[str, int], names: list[str]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, dict[str, Any]]:
-    return run_ranks(1, _policies, {}, list(POLICIES), timeout=100)[0]
+    return run_ranks(1, _policies, {}, list(POLICIES))[0]
 
 
 @pytest.mark.parametrize("name", list(POLICIES)[1:])
@@ -103,7 +103,7 @@ def test_no_policy_changes_a_number(name: str, one_rank: dict[str, dict[str, Any
 @pytest.mark.slow
 def test_no_policy_changes_a_number_on_four_ranks() -> None:
     names = ["none", "selective", "full", "full but moe"]
-    for found in run_ranks(4, _policies, {"tp": 2, "cp": 2, "ep": 2}, names, timeout=100):
+    for found in run_ranks(4, _policies, {"tp": 2, "cp": 2, "ep": 2}, names):
         for name in names:
             _same(name, found)
         size = {name: each["bytes"] for name, each in found.items()}

@@ -106,9 +106,9 @@ def train_rank(rank: int, run: Run) -> int:
     return train(run, torch.device("cpu"))
 
 
-def train_run(run: Run, timeout: float = 120) -> list[int]:
+def train_run(run: Run) -> list[int]:
     """Train to the end on the run's own number of ranks; returns their exit codes."""
-    return run_ranks(run.cluster.ranks_per_node, train_rank, run, timeout=timeout)
+    return run_ranks(run.cluster.ranks_per_node, train_rank, run)
 
 
 def records(run: Run, kind: str) -> list[dict]:

@@ -56,7 +56,7 @@ def _train_noting(rank: int, run: Run, notes: Path) -> int:
 def noted(run: Run, notes: Path) -> list[list[dict[str, Any]]]:
     """Train to the end; the notes of each rank."""
     notes.mkdir()
-    assert set(run_ranks(run.cluster.ranks_per_node, _train_noting, run, notes, timeout=120)) == {0}
+    assert set(run_ranks(run.cluster.ranks_per_node, _train_noting, run, notes)) == {0}
     paths = sorted(notes.iterdir())
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 

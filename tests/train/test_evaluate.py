@@ -64,7 +64,7 @@ def test_a_pipeline_of_virtual_chunks_evaluates_like_one_rank(tmp_path: Path) ->
     run.curriculum.stages["short"].micro_batch_sequences = 2
     run.checkpoint.load_from = f"{alone.dir}/checkpoints/step_00000012"
     assert check(run) == []
-    assert train_run(run, timeout=200) == [0, 0]
+    assert train_run(run) == [0, 0]
     expected, found = records(alone, "eval"), records(run, "eval")
     for name in ("step", "context_tokens", "predicted_tokens"):
         assert [each[name] for each in found] == [each[name] for each in expected], name
@@ -90,7 +90,7 @@ def test_a_failure_one_stage_ahead_costs_nothing_that_is_trained(tmp_path: Path)
     run = make_run(tmp_path)
     run.checkpoint.every_steps = 0
     with pytest.raises(RanksFailed, match="the longer context does not fit"):
-        run_ranks(1, _ends_when_it_looks_ahead, run, timeout=100)
+        run_ranks(1, _ends_when_it_looks_ahead, run)
     assert [(e["step"], e["context_tokens"]) for e in records(run, "eval")] == [(0, 128), (12, 128)]
     assert train_run(run) == [0]
     again = [r["step"] for r in records(run, "step") if r["attempt"] == 2]
@@ -121,7 +121,7 @@ def test_a_stop_while_looking_ahead_leaves_a_checkpoint_of_its_step(
     for every_evaluation, step in ((4, 4), (6, 6), (0, 12)):
         run.dir = str(tmp_path / f"run {every_evaluation}")
         run.curriculum.eval_every_steps = every_evaluation
-        assert run_ranks(1, _stopped_ahead, run, timeout=100) == [75]
+        assert run_ranks(1, _stopped_ahead, run) == [75]
         assert max(r["step"] for r in records(run, "step")) == step
         assert (Path(run.dir) / "checkpoints" / f"step_{step:08d}").is_dir()
         assert [(e["step"], e["context_tokens"]) for e in records(run, "eval")][1:] == [(step, 128)]
@@ -144,5 +144,5 @@ def _fails_beyond_a_step(rank: int, run: Run) -> int:
 def test_what_does_not_fit_one_stage_ahead_fails_before_the_first_step(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(RanksFailed, match="out of memory"):
-        run_ranks(1, _fails_beyond_a_step, run, timeout=100)
+        run_ranks(1, _fails_beyond_a_step, run)
     assert records(run, "step") == records(run, "eval") == []

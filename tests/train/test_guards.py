@@ -36,7 +36,7 @@ def train_with(run: Run, faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each rank saw while training under these faults."""
     plan = Path(f"{run.dir}-plan.json")
     plan.write_text(json.dumps({"faults": faults, "log": f"{run.dir}-log"}))
-    return run_ranks(2, _train, run, str(plan), timeout=200)
+    return run_ranks(2, _train, run, str(plan))
 
 
 def _train(rank: int, run: Run, plan: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_killed_at_every_border_it_repeats_the_uninterrupted_run_bit_for_bit(tmp
     for border in borders:
         plan.write_text(json.dumps({"faults": [{"rank": 1, "kind": "kill", **border}]}))
         with contextlib.suppress(RanksFailed):
-            run_ranks(2, _train_with_faults, run, str(plan), timeout=120)
+            run_ranks(2, _train_with_faults, run, str(plan))
             pytest.fail(f"no kill at {border}")
     assert train_run(run) == [0, 0]
     seen = [(r["step"], r["loss"], r["learning_rate"]) for r in records(run, "step")]

@@ -36,7 +36,7 @@ def train_with(run: Run, **fault: Any) -> list[tuple[int, str]]:
     """Exit code of each rank, and what it says, when this fault happens."""
     plan = Path(f"{run.dir}-plan.json")
     plan.write_text(json.dumps({"faults": [fault], "log": f"{run.dir}-log"}))
-    return run_ranks(2, _train, run, str(plan), timeout=200)
+    return run_ranks(2, _train, run, str(plan))
 
 
 def _train(rank: int, run: Run, plan: str) -> tuple[int, str]:

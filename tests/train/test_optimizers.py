@@ -44,7 +44,7 @@ def _killed_and_resumed(run: Run, folder: Path) -> None:
     for kill in KILLS:
         plan.write_text(json.dumps({"faults": [{"rank": 1, "kind": "kill", **kill}]}))
         with contextlib.suppress(RanksFailed):
-            run_ranks(2, _with_faults, run, str(plan), timeout=120)
+            run_ranks(2, _with_faults, run, str(plan))
             pytest.fail(f"no kill at {kill}")
     assert train_run(run) == [0, 0]
 

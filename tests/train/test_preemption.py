@@ -44,7 +44,7 @@ def test_a_stop_while_evaluating_or_saving_is_carried_out_there(tmp_path: Path) 
     assert train_run(golden) == [0, 0]
     run = make_run(tmp_path, ranks=2)
     run.curriculum.eval_every_steps = 6
-    assert run_ranks(2, _stopped_while_evaluating_and_while_saving, run, timeout=200) == [[75, 75]] * 2
+    assert run_ranks(2, _stopped_while_evaluating_and_while_saving, run) == [[75, 75]] * 2
     events = [(e["event"], e["step"]) for e in records(run, "event")]
     assert ("evaluation_stopped", 6) in events
     assert [step for event, step in events if event == "stop"] == [6, 8], "no step was trained after either"

@@ -7,13 +7,11 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from k3train.config.schema import Run
-from k3train.monitor.metrics_file import METRICS
 from tests.ranks import RanksFailed, run_ranks
 from tests.train.runs import losses, make_run, records, train_rank, train_run
 
@@ -61,7 +59,7 @@ def test_killed_at_random_moments_it_repeats_the_uninterrupted_run_bit_for_bit(t
     for _ in range(4):
         # A run that ends before its time to die is a run without a fault, which proves nothing wrong either.
         with contextlib.suppress(RanksFailed):
-            run_ranks(2, _train_and_die, run, rng.uniform(0.5, 6.0), timeout=120)
+            run_ranks(2, _train_and_die, run, rng.uniform(0.5, 6.0))
     assert train_run(run) == [0, 0]
     seen = [(r["step"], r["loss"]) for r in records(run, "step")]
     expected = losses(golden)
@@ -70,13 +68,16 @@ def test_killed_at_random_moments_it_repeats_the_uninterrupted_run_bit_for_bit(t
 
 
 def _train_until_asked(rank: int, run: Run) -> int:
-    def ask() -> None:
-        while not (Path(run.dir) / METRICS).exists() or len(records(run, "step")) < 3:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
+    from k3train.train import loop
 
-    if rank == 1:
-        threading.Thread(target=ask, daemon=True).start()
+    as_it_is = loop.train_step
+
+    def train_step(setup, progress, host, **options):
+        if (rank, progress.step) == (1, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return as_it_is(setup, progress, host, **options)
+
+    loop.train_step = train_step
     return train_rank(rank, run)
 
 
@@ -85,10 +86,10 @@ def test_sigterm_to_one_rank_saves_on_all_and_the_run_goes_on(tmp_path: Path) ->
     golden = make_run(tmp_path, ranks=2, dir=str(tmp_path / "golden"))
     train_run(golden)
     run = make_run(tmp_path, ranks=2)
-    codes = run_ranks(2, _train_until_asked, run, timeout=120)
+    codes = run_ranks(2, _train_until_asked, run)
     assert codes == [75, 75]
     stopped = max(losses(run))
-    assert 0 < stopped < 18
+    assert stopped == 6, "asked within step 5, which ranks agree on in the next"
     assert train_run(run) == [0, 0]
     assert losses(run) == losses(golden)
     again = [r["step"] for r in records(run, "step") if r["attempt"] == 2]

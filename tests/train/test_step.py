@@ -62,7 +62,7 @@ def moments_of_one_step(rank: int, run: Run) -> float:
 @pytest.mark.parametrize("optimizer", list(Optimizer))
 def test_moments_take_the_clipped_gradient_of_the_mean_loss(tmp_path: Path, optimizer: Optimizer) -> None:
     optim = Optim(optimizer=optimizer, clip_grad_norm=0.01)
-    (worst,) = run_ranks(1, moments_of_one_step, make_run(tmp_path, optim=optim), timeout=100)
+    (worst,) = run_ranks(1, moments_of_one_step, make_run(tmp_path, optim=optim))
     assert worst < 1e-5
 
 
@@ -96,7 +96,7 @@ def some_heads_at_a_time(rank: int, run: Run) -> list[float]:
 
 
 def test_gradients_of_pieces_of_heads_reach_their_places(tmp_path: Path) -> None:
-    distances = run_ranks(1, some_heads_at_a_time, make_run(tmp_path), timeout=100)[0]
+    distances = run_ranks(1, some_heads_at_a_time, make_run(tmp_path))[0]
     assert max(distances) < 1e-5
     assert distances[1] > 0, "pieces were made"
     assert distances[3] == 0, "a layer in parts, for graphs, is the same bits"
@@ -125,6 +125,6 @@ def bytes_after_closing(rank: int, run: Run) -> list[int]:
 @pytest.mark.parametrize("offload", [Offload.none, pytest.param(Offload.cpu, marks=with_deepspeed)])
 def test_a_closed_stage_holds_no_memory(tmp_path: Path, offload: Offload) -> None:
     run = make_run(tmp_path, optim=Optim(offload=offload))
-    first, closed, second, closed_again = run_ranks(1, bytes_after_closing, run, timeout=100)[0]
+    first, closed, second, closed_again = run_ranks(1, bytes_after_closing, run)[0]
     assert first == second > 0
     assert closed == closed_again == 0

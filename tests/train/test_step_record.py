@@ -35,7 +35,7 @@ def _train_on_uneven_ranks(rank: int, run: Run) -> int:
 
 def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     run = short_run(tmp_path, pp=2)
-    assert run_ranks(2, _train_on_uneven_ranks, run, timeout=120) == [0, 0]
+    assert run_ranks(2, _train_on_uneven_ranks, run) == [0, 0]
     assert [record["memory_gib"] for record in records(run, "step")] == [70.25] * STEPS
 
 
@@ -62,7 +62,7 @@ def _train_and_list_documents(rank: int, run: Run) -> list[list[int]]:
 @pytest.mark.parametrize("degree", ["ep", "pp", "tp", "cp"])
 def test_flops_are_those_of_every_rank_s_documents(tmp_path: Path, degree: str) -> None:
     run = short_run(tmp_path, **{degree: 2})
-    steps, _ = run_ranks(2, _train_and_list_documents, run, timeout=120)
+    steps, _ = run_ranks(2, _train_and_list_documents, run)
     *trained, left_out = records(run, "step")
     for record, documents in zip(trained, steps[:-1], strict=True):
         assert sum(documents) == 512

@@ -148,8 +148,7 @@ def test_prefetch_loads_ahead_raises_in_place_and_stops() -> None:
         return step
 
     ahead = Prefetch(load, range(2, 9), ahead=2)
-    deadline = time.monotonic() + 10
-    while len(loaded) < 2 and time.monotonic() < deadline:
+    while len(loaded) < 2:  # pytest's own limit ends a thread that never comes
         time.sleep(0.01)
     assert loaded == [2, 3]
     assert next(ahead) == 2

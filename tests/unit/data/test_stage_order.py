@@ -281,9 +281,14 @@ def test_returned_pieces_join_again() -> None:
     assert joined.first(22).length.tolist() == [20, 2]
 
 
-def test_a_plan_of_two_million_tokens_is_quick() -> None:
+def test_a_plan_of_four_times_the_tokens_takes_about_four_times_as_long() -> None:
+    """In time of this process's own: what else the machine does is not counted. A plan that looked back at
+    all before it would take sixteen times as long."""
     streams = [stream("a", natural_lengths(9000)), stream("b", natural_lengths(3000, seed=1))]
-    started = time.perf_counter()
-    order = stage_order(streams, {"a": 0.7, "b": 0.3}, 256, window=131_072)
-    order.end(8000)
-    assert time.perf_counter() - started < 1.0
+
+    def seconds(sequences: int) -> float:
+        started = time.process_time()
+        stage_order(streams, {"a": 0.7, "b": 0.3}, 256, window=16_384).end(sequences)
+        return time.process_time() - started
+
+    assert min(seconds(8000) for _ in range(3)) < 8 * min(seconds(2000) for _ in range(3))
