@@ -26,6 +26,7 @@ from text_offline import offline_docs, offline_prose
 from text_prose import prose
 from texts import LONG_TOKENS, Text, distinct, heldout_ranks
 
+from k3train.config.json_file import read_json
 from k3train.data.corpus import Manifest, file_sha256, read_manifest, verify, write_corpus
 from k3train.data.indexed import CorpusError, write_atomically
 
@@ -95,12 +96,14 @@ def already_there(folder: Path, offline: bool, say: Say) -> bool:
     if not path.is_file():
         return False
     try:
-        known = json.loads(path.read_text())
+        known = read_json(path, CorpusError, "it tells how the corpus was built.")
+        if not isinstance(known, dict) or not known.keys() >= {"recipe", "offline"}:
+            raise CorpusError(f"{path} does not tell how the corpus was built.")
         for name in CORPORA:
             manifest = verify(folder / name)
             if manifest.tokenizer_sha256 != file_sha256(folder / "tokenizer.json"):
                 raise CorpusError(f"{folder / name} was made with another tokenizer than lies beside it.")
-    except (CorpusError, OSError, ValueError) as error:
+    except (CorpusError, OSError) as error:
         say(f"{error} Building it again.")
         return False
     if known["recipe"] != RECIPE:

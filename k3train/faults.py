@@ -24,6 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from k3train.config.json_file import read_json
 from k3train.config.keys import closest_word
 from k3train.config.problems import BadInput
 
@@ -219,10 +220,11 @@ def plan_from_environment() -> None:
 
 def read_plan(path: Path) -> tuple[list[Fault], Path | None]:
     """The faults of a plan file and the file that records when they happen. Raises BadInput."""
+    fix = f"correct it, or the variable {PLAN_VARIABLE}"
     try:
-        plan = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{PLAN_VARIABLE} = {path} cannot be read as JSON: {error}") from error
+        plan = read_json(path, BadInput, fix)
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing; {fix}") from None
     listed = isinstance(plan, dict) and isinstance(plan.get("faults"), list)
     if not listed or plan.keys() - {"faults", "log"}:
         raise BadInput(f'{path}: write {{"faults": [...]}}, and "log" with a file name if you want a record')

@@ -10,6 +10,7 @@ from typing import Any
 
 from k3train.bench.items import OURS
 from k3train.bench.output import unwritable
+from k3train.config.json_file import read_json
 from k3train.config.problems import BadInput
 
 FORMAT = "k3train bench 1"
@@ -81,13 +82,11 @@ class Record:
 
 def read_record(path: Path) -> Record:
     """What ``Record.write`` wrote. Raises BadInput when the file is something else."""
+    fix = "give a file that k3train bench --out has written"
     try:
-        body = json.loads(path.read_text())
-    except (ValueError, RecursionError):
-        raise BadInput(f"{path} is no JSON; give a file that k3train bench --out has written") from None
-    except (IsADirectoryError, FileNotFoundError) as error:
-        what = "does not exist" if isinstance(error, FileNotFoundError) else "is a folder"
-        raise BadInput(f"{path} {what}; give a file that k3train bench --out has written") from None
+        body = read_json(path, BadInput, fix)
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; {fix}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise BadInput(f"{path} was not written by k3train bench: its format is not {FORMAT!r}")
     known = {each.name for each in fields(Row)}

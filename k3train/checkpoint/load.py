@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
@@ -33,6 +32,7 @@ from k3train.checkpoint.state import (
     put_optimizer_state,
     unwrap,
 )
+from k3train.config.json_file import read_json
 from k3train.config.schema import Precision
 from k3train.optim.build import allocate_state, members, set_optimizer_steps
 from k3train.parallel.groups import Groups
@@ -44,6 +44,7 @@ type _Form = tuple[tuple[int, ...], torch.dtype]
 
 _OPTIMIZER_KEYS = "optimizer."
 _NAMES_IN_MESSAGE = 20
+_OLDER = "use an older checkpoint"
 _ROUTING_RULE = ".router.rule."
 """What a routing rule carries from step to step: another rule, or the same with other options, has other
 tensors, starts them afresh and goes on from the bias that all have."""
@@ -110,9 +111,9 @@ def _check_files_read(path: Path) -> None:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads((path / TRAIN_STATE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / TRAIN_STATE} cannot be read: {error}") from error
+        record = read_json(path / TRAIN_STATE, CheckpointError, _OLDER)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path / TRAIN_STATE} is missing; {_OLDER}") from None
     if not isinstance(record, dict) or not isinstance(record.get("train"), dict):
         raise CheckpointError(f"{path / TRAIN_STATE} holds no train state: this is no checkpoint of k3train")
     return record
@@ -244,11 +245,11 @@ def _restore_rng(path: Path, record: dict[str, Any], groups: Groups) -> None:
         file = path / rng_file(rank() if same else 0)
         try:
             if same:
-                rng.restore(json.loads(file.read_bytes()))
+                rng.restore(read_json(file, CheckpointError, _OLDER))
             else:
                 rng.reseed(file.read_text())
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error!r}; {_OLDER}") from error
 
     every_rank(restore)
     if not same and rank() == 0:

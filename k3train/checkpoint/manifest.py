@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from k3train.config.durable import sync_folder
+from k3train.config.json_file import read_json
 from k3train.config.problems import BadInput, Unavailable
 from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
 from k3train.config.trained import MANIFEST as MANIFEST
@@ -125,12 +126,12 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path} is damaged: it is not a file")
-        body = json.loads(path.read_bytes())
+        body = read_json(path, CheckpointError, "use an older checkpoint")
         claimed = body.pop("self")
         intact = claimed == _self_digest(body)
     except FileNotFoundError as error:
         raise CheckpointError(_without_manifest(folder)) from error
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not intact:
         raise CheckpointError(f"{path} is damaged: its content does not match its digest")

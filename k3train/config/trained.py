@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from k3train.config.build import Builder
+from k3train.config.json_file import parse_json
 from k3train.config.problems import BadInput
 from k3train.config.schema import Run
 
@@ -90,7 +90,7 @@ def _train_record(checkpoint: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: object = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content: object = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return cast("dict[str, Any]", content) if isinstance(content, dict) else {}

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from k3train.config.json_file import read_json
 from k3train.data.indexed import (
     REBUILD,
     CorpusError,
@@ -150,10 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
         if inside := sorted(str(each.parent) for each in folder.glob(f"*/{path.name}")):
             raise CorpusError(f"{folder} is not a corpus but holds some; give {' or '.join(inside)}.")
         raise CorpusError(f"{folder} has no {path.name}, so it is unfinished or no corpus; {REBUILD}.")
-    try:
-        values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{path} is damaged: it cannot be read as JSON ({error}); {REBUILD}.") from error
+    values = read_json(path, CorpusError, f"{REBUILD}.")
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise CorpusError(f"{path} is not of format '{FORMAT}'; {REBUILD}.")
     if wrong := _wrong_entry(values):

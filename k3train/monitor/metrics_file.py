@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from k3train.config.json_file import parse_json
 from k3train.monitor.record import Record, StepRecord, to_json
 
 METRICS = "metrics.jsonl"
@@ -66,9 +67,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             if not text.strip():
                 continue
             try:
-                record = _decode(json.loads(text))
+                record = _decode(parse_json(text))
                 ours = isinstance(record, dict) and "kind" in record and type(record.get("attempt")) is int
-            except (ValueError, RecursionError):
+            except ValueError:
                 ours = False
             if not ours:
                 logger.warning("%s: line %d is incomplete and is passed over", path, number)

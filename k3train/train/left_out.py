@@ -10,6 +10,7 @@ from k3train.checkpoint.agree import on_first_rank
 from k3train.checkpoint.folder import committed
 from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import CheckpointError, write_durably
+from k3train.config.json_file import read_json
 from k3train.config.problems import BadInput
 
 LEFT_OUT = "left_out_steps.json"
@@ -76,12 +77,19 @@ def can_go_back(checkpoints: Path, entries: list[LeftOut]) -> bool:
 
 
 def _read(path: Path) -> list[LeftOut]:
+    fix = "it lists the batches that the run leaves out. Restore it, or remove it to judge them anew"
     try:
-        return [LeftOut(**entry) for entry in json.loads(path.read_bytes())]
+        listed = read_json(path, BadInput, fix)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInput(
-            f"{path} cannot be read ({error}); it lists the batches that the run leaves out. Restore it, or "
-            "remove it to judge them anew"
-        ) from error
+    if not isinstance(listed, list) or not all(map(_is_entry, listed)):
+        raise BadInput(f"{path} cannot be read as a list of steps with first, last and why; {fix}")
+    return [LeftOut(**entry) for entry in listed]
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and {name: type(value) for name, value in entry.items()} == {
+        "first": int,
+        "last": int,
+        "why": str,
+    }

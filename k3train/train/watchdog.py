@@ -22,6 +22,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from k3train.config.json_file import parse_json
 from k3train.config.schema import Run
 from k3train.train.signals import EXIT_HUNG
 
@@ -198,7 +199,7 @@ class Watchdog:
 def read_reports(folder: Path) -> list[Report]:
     """What the ranks of an alarm have written so far, by rank."""
     paths = sorted(folder.glob("rank_*.txt"))
-    return [Report(**json.loads(path.read_text().partition("\n")[0])) for path in paths]
+    return [Report(**parse_json(path.read_text().partition("\n")[0])) for path in paths]
 
 
 def who_is_behind(reports: list[Report], world: int) -> str:

@@ -82,6 +82,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda path, proof: (path / "train_state.json").write_bytes(pickle.dumps(Payload(proof))),
         "train_state.json cannot be read",
     ),
+    "nested state": (
+        lambda path, proof: (path / "train_state.json").write_text("[" * 100_000),
+        "train_state.json cannot be read as JSON: it is nested too deeply; use an older checkpoint",
+    ),
+    "nested generators": (
+        lambda path, proof: (path / "rng_00000.json").write_text("[" * 100_000),
+        "rng_00000.json cannot be read as JSON: it is nested too deeply; use an older checkpoint",
+    ),
     "generators": (
         lambda path, proof: (path / "rng_00000.json").write_bytes(pickle.dumps(Payload(proof))),
         "rng_00000.json",

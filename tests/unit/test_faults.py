@@ -85,7 +85,16 @@ def test_a_plan_that_means_nothing_is_refused(tmp_path: Path, entry: object, mes
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    for text in (None, "{", "[]", '{"fault": []}', '{"faults": [], "seed": 1}', '{"faults": [], "log": 1}'):
+    nested = "[" * 100_000
+    for text in (
+        None,
+        nested,
+        "{",
+        "[]",
+        '{"fault": []}',
+        '{"faults": [], "seed": 1}',
+        '{"faults": [], "log": 1}',
+    ):
         if text is not None:
             file.write_text(text)
         with pytest.raises(BadInput, match=r"plan\.json"):

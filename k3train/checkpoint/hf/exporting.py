@@ -23,6 +23,7 @@ from k3train.checkpoint.hf.shards import Planned, plan_shards, write_shards
 from k3train.checkpoint.hf.stored import StoredTensors
 from k3train.checkpoint.hf.values import check_finite, to_release
 from k3train.checkpoint.hf.vision import PREFIXES, read_vision, vision_tensors
+from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import MANIFEST, CheckpointError
 from k3train.checkpoint.stage import TRAIN_STATE
 from k3train.config.build import Builder
@@ -94,8 +95,8 @@ def export_release(
 def read_settings(path: Path) -> Run:
     """Settings that a checkpoint was trained with; an imported one knows its model only."""
     try:
-        settings = json.loads((path / TRAIN_STATE).read_bytes())["train"]["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        settings = read_train_state(path)["settings"]
+    except KeyError as error:
         raise CheckpointError(
             f"{path / TRAIN_STATE} does not tell the model's settings: {error!r}"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from k3train.checkpoint.hf.names import Shape
 from k3train.checkpoint.hf.problems import raise_all
 from k3train.checkpoint.manifest import CheckpointError
+from k3train.config.json_file import read_json
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -94,11 +94,9 @@ def _open(path: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path, CheckpointError, "copy the release again")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: give the folder of a released model") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no mapping of keys")
     return content

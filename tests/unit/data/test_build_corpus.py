@@ -149,6 +149,15 @@ def test_a_corpus_that_cannot_be_put_in_place_leaves_the_old_one(
     assert (tmp_path / "tiny" / "old").exists()
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"recipe": 1}'], ids=["nested", "list", "part"])
+def test_a_record_of_a_build_that_is_damaged_counts_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "build.json").write_text(content)
+    said: list[str] = []
+    assert not build.already_there(tmp_path, True, said.append)
+    assert said[0].startswith(f"{tmp_path}/build.json ")
+    assert said[0].endswith("Building it again.")
+
+
 def test_two_builds_are_equal_to_the_byte(tmp_path: Path, collected: None) -> None:
     for name in ("one", "two"):
         assert build.main(["tiny", "--out", str(tmp_path / name)]) == 0

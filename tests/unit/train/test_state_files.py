@@ -51,13 +51,36 @@ def test_a_checkpoint_that_has_trained_what_was_left_out_later_is_not_gone_on_fr
     assert can_go_back(tmp_path, entries)
 
 
-@pytest.mark.parametrize("content", ["", "[1,", "null", '{"a": 1}', '[{"first": 1}]', "[[1, 2, 3]]"])
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1,",
+        NESTED,
+        "null",
+        '{"a": 1}',
+        '[{"first": 1}]',
+        "[[1, 2, 3]]",
+        '[{"first": "8", "last": 11, "why": "rollback"}]',
+    ],
+    ids=str.__len__,
+)
 def test_a_list_of_left_out_steps_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / LEFT_OUT).write_text(content)
     with pytest.raises(
         CheckpointError, match=rf"^{tmp_path}/{LEFT_OUT} cannot be read .* remove it to judge"
     ):
         read_left_out(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", NESTED], ids=str.__len__)
+def test_a_train_state_that_is_damaged_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "train_state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"train_state.json cannot be read as JSON: .*; use an older"):
+        read_train_state(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", '{"train": []}'])
