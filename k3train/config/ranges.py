@@ -1,4 +1,5 @@
-"""Smallest and largest value of every number in the schema: fp32, in which models compute, holds them all."""
+"""Smallest and largest value of every number in the schema: fp32, in which models compute, holds them all;
+and which texts must hold something."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any, cast
 from k3train.config.keys import ANY_NAME
 from k3train.config.problems import ConfigProblem
 from k3train.config.schema import Run
+from k3train.config.texts import FILLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,8 @@ def _number(value: float) -> str:
 
 
 def range_problems(run: Run, *, repair: bool = False) -> Iterator[ConfigProblem]:
-    """Every number outside its range; ``repair`` replaces it by one inside, so that other rules can go on."""
+    """Every number outside its range, and every text that must not be empty and is; ``repair`` replaces
+    them, so that other rules can go on."""
     yield from _walk(run, "", "", repair)
 
 
@@ -202,6 +205,10 @@ def _walk(node: Any, path: str, pattern: str, repair: bool) -> Iterator[ConfigPr
                 yield ConfigProblem(key, value, *allowed.broken_by(value), "range")
                 if repair:
                     put(type(value)(allowed.inside()))
+        elif isinstance(value, str) and not value.strip() and (fix := FILLED[own_pattern]):
+            yield ConfigProblem(key, value, "must not be empty", fix, "empty")
+            if repair:
+                put("empty")
 
 
 def _children(node: Any) -> Iterator[tuple[str | int, Any, Callable[[Any], None]]]:

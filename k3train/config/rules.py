@@ -57,15 +57,11 @@ def _overrides(run: Run) -> Problems:
 
 
 def _names(run: Run) -> Problems:
-    if not run.name.strip():
-        yield ConfigProblem("name", run.name, "must not be empty", "Name the run", "run.name")
-    elif run.name.startswith("/") or ".." in run.name.split("/"):
+    if run.name.startswith("/") or ".." in run.name.split("/"):
         yield ConfigProblem("name", run.name, "would lead out of the folder of runs", _NAME_FIX, "run.name")
     elif not _NAME.fullmatch(run.name) or "." in run.name.split("/"):
         rule = "has a sign that a name cannot have"
         yield ConfigProblem("name", run.name, rule, _NAME_FIX, "run.name")
-    if not run.dir.strip():
-        yield ConfigProblem("dir", run.dir, "must not be empty", "Give a folder", "run.dir")
 
 
 def _secrets(run: Run) -> Problems:
@@ -228,20 +224,6 @@ def _sources(run: Run) -> Problems:
             "Select a data file, such as data=tiny",
             "data.no-sources",
         )
-    for name, source in run.data.sources.items():
-        if not source.path.strip():
-            yield ConfigProblem(
-                f"data.sources.{name}.path",
-                source.path,
-                "must not be empty",
-                "Give the corpus folder",
-                "data.path",
-            )
-    for name, path in run.data.heldout.items():
-        if not path.strip():
-            yield ConfigProblem(
-                f"data.heldout.{name}", path, "must not be empty", "Give the corpus folder", "data.path"
-            )
 
 
 def _order(run: Run) -> Problems:

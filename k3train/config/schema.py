@@ -332,8 +332,8 @@ class Data:
     """Named sources, which the stages' mix refers to."""
     heldout: dict[str, str] = field(default_factory=dict[str, str])
     """Named corpus folders for evaluation."""
-    tokenizer: str = ""
-    """tokenizer.json that made the corpora."""
+    tokenizer: str | None = None
+    """tokenizer.json that made the corpora; null compares none."""
     pack_window_tokens: int = 4_194_304
     """Documents are packed best-fit within windows of this many tokens (at least 64 sequences)."""
     prefetch_steps: int = 2

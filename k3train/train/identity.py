@@ -26,8 +26,8 @@ class RanksDiffer(BadInput):
 
 
 @cache
-def versions(tokenizer: str) -> dict[str, str]:
-    """What a checkpoint records of the programs that wrote it; ``tokenizer`` is a file, or empty.
+def versions(tokenizer: str | None) -> dict[str, str]:
+    """What a checkpoint records of the programs that wrote it; ``tokenizer`` is a file, or None.
 
     Another version on resume is no error, but is said.
     """

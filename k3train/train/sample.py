@@ -62,6 +62,8 @@ def sample(
 def _tokenizer(run: Run) -> Any:
     from tokenizers import Tokenizer
 
+    if run.data.tokenizer is None:
+        raise BadInput("data.tokenizer = null, and a prompt needs the tokenizer.json that made the corpora")
     try:
         tokenizer = Tokenizer.from_buffer(Path(run.data.tokenizer).read_bytes())
     except OSError as error:

@@ -184,7 +184,7 @@ def corpus(tmp_path: Path) -> list[str]:
     folder, heldout = tmp_path / "corpus", tmp_path / "heldout"
     make_corpus(folder, documents=400, seed=1)
     make_corpus(heldout, documents=40, seed=2)
-    overrides = ["data.tokenizer=''", f"data.heldout.heldout={heldout}"]
+    overrides = ["data.tokenizer=null", f"data.heldout.heldout={heldout}"]
     for name in compose([]).data.sources:
         overrides += [f"data.sources.{name}.path={folder}", f"data.sources.{name}.max_epochs=1000"]
     return overrides

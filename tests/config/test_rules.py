@@ -12,6 +12,7 @@ import k3train.config.rules as rules_module
 from k3train.config.keys import flattened, follow, without_none
 from k3train.config.ranges import RANGES
 from k3train.config.rules import check
+from k3train.config.texts import FILLED
 from tests.config.trees import four_stage_run
 
 ONE_STAGE: dict[str, Any] = {
@@ -24,12 +25,10 @@ AT = "curriculum.stages.only"
 
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     # id, changes to the one-stage run, key at fault, words of the fix
-    ("run.name", {"name": " "}, "name", "Name the run"),
     ("run.name", {"name": "a b"}, "name", "Use letters, digits"),
     ("run.name", {"name": "a$b"}, "name", "Use letters, digits"),
     ("run.name", {"name": "a//b"}, "name", "Use letters, digits"),
     ("run.name", {"name": "."}, "name", "Use letters, digits"),
-    ("run.dir", {"dir": ""}, "dir", "Give a folder"),
     ("model.mla-layers", {"model.mla_layers": [1, 5]}, "model.mla_layers", "Use [1]"),
     ("model.mla-layers", {"model.mla_layers": [1, 1]}, "model.mla_layers", "Use [1]"),
     ("model.dense-layers", {"model.num_dense_layers": 6}, "model.num_dense_layers", "at most 5"),
@@ -113,8 +112,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("cluster.min-nodes", {"cluster.min_nodes": 2}, "cluster.min_nodes", "at most 1"),
     ("cluster.min-nodes", {"cluster.nodes": 4, "cluster.min_nodes": 2}, "cluster.min_nodes", "Use 4 or more"),
     ("data.no-sources", {"data.sources": {}}, "data.sources", "data=tiny"),
-    ("data.path", {"data.sources.code.path": ""}, "data.sources.code.path", "corpus folder"),
-    ("data.path", {"data.heldout": {"a": " "}}, "data.heldout.a", "corpus folder"),
     ("curriculum.empty", {"curriculum.order": []}, "curriculum.order", "Use ['only']"),
     ("curriculum.unknown-stage", {"curriculum.order": ["only", "onyl"]}, "curriculum.order", "mean only?"),
     ("curriculum.repeated-stage", {"curriculum.order": ["only", "only"]}, "curriculum.order", "once"),
@@ -249,7 +246,41 @@ def test_every_rule_is_tested() -> None:
     written |= {f"parallel.{name}" for name in re.findall(r'\("([a-z-]+-e?tp)"', text)}
     keys = {key for key in written if follow(key) is not None}
     assert written - keys == {row[0] for row in BROKEN} - keys
-    assert {"run.name", "data.path"} <= {row[0] for row in BROKEN}
+    assert {"run.name", "guards.hang-limits"} <= {row[0] for row in BROKEN}
+
+
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize(
+    ("changes", "key", "fix"),
+    [
+        ({"name": ...}, "name", "Name the run"),
+        ({"dir": ...}, "dir", "Give a folder"),
+        ({"data.tokenizer": ...}, "data.tokenizer", "null to compare none"),
+        ({"data.sources.code.path": ...}, "data.sources.code.path", "corpus folder"),
+        ({"data.heldout": {"a": ...}}, "data.heldout.a", "corpus folder"),
+        ({"checkpoint.load_from": ...}, "checkpoint.load_from", "null to begin with new weights"),
+        ({"monitor.wandb_project": ...}, "monitor.wandb_project", "Name the project"),
+        ({"optim.muon.adamw": [...]}, "optim.muon.adamw.0", "take the entry out"),
+    ],
+)
+def test_an_empty_text_is_refused_with_its_key(
+    changes: dict[str, Any], key: str, fix: str, text: str
+) -> None:
+    def written(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: written(entry) for name, entry in value.items()}
+        return [text] if isinstance(value, list) else text
+
+    (problem,) = one_stage(written(changes))
+    assert (problem.id, problem.key, problem.rule) == ("empty", key, "must not be empty")
+    assert fix in problem.fix
+
+
+def test_every_text_says_whether_it_may_be_empty() -> None:
+    texts = {key for key in flattened() if without_none(follow(key))[0] is str}
+    texts |= {f"{key}.*" for key in flattened() if without_none(follow(key))[0] == list[str]}
+    assert texts == set(FILLED)
+    assert one_stage({"cluster.partition": "", "cluster.account": ""}) == []
 
 
 def test_every_number_has_a_range() -> None:

@@ -271,7 +271,7 @@ def test_another_tokenizer_or_vocabulary_is_refused(run: Run, tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CorpusError, match=r"data\.sources\.a\.path: .* made with another tokenizer"):
         stage_data(run)
-    run.data.tokenizer = ""
+    run.data.tokenizer = None
     run.model.vocab_size = VOCAB - 1
     with pytest.raises(CorpusError, match=r"set model\.vocab_size to 5000 or more"):
         stage_data(run)
