@@ -17,7 +17,7 @@ from k3train.config.merge import stage_parallel, world_size
 from k3train.config.nearest import choices, multiples
 from k3train.config.problems import ConfigProblem
 from k3train.config.ranges import range_problems
-from k3train.config.schema import Offload, Optimizer, Parallel, Run, Schedule, Stage
+from k3train.config.schema import Offload, OnSpike, Optimizer, Parallel, Run, Schedule, Stage
 from k3train.config.secrets import HIDDEN, redact, variable_in
 
 Problems = Iterator[ConfigProblem]
@@ -440,6 +440,22 @@ def _hang_limits(run: Run) -> Problems:
         )
 
 
+def _rollback(run: Run) -> Problems:
+    """The spike may come right after a save. Then the oldest of the newest checkpoints must be from before
+    what is left out, or there is nothing to go back to."""
+    steps, keep, every = run.guards.rollback_steps, run.checkpoint.keep, run.checkpoint.every_steps
+    need = -(-(steps - 1) // (keep - 1))
+    if run.guards.spike is OnSpike.rollback and 0 < every < need:
+        rule = (
+            f"and checkpoint.keep = {keep} do not reach back before the guards.rollback_steps = {steps} "
+            "steps that a spike leaves out, so the run would stop in place of going back"
+        )
+        more = -(-(steps - 1) // every) + 1
+        fix = f"Use {need} or more, checkpoint.keep={more} or fewer guards.rollback_steps"
+        also = ("checkpoint.keep", "guards.rollback_steps", "guards.spike")
+        yield ConfigProblem("checkpoint.every_steps", every, rule, fix, "guards.rollback", also)
+
+
 RULES: tuple[Callable[[Run], Problems], ...] = (
     _secrets,
     _names,
@@ -460,6 +476,7 @@ RULES: tuple[Callable[[Run], Problems], ...] = (
     _stage_sizes,
     fp8_problems,
     _hang_limits,
+    _rollback,
     _overrides,
     _fewer_nodes,
     _time_limit,

@@ -111,6 +111,17 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("cluster.min-nodes", {"cluster.min_nodes": 2}, "cluster.min_nodes", "at most 1"),
     ("cluster.min-nodes", {"cluster.nodes": 4, "cluster.min_nodes": 2}, "cluster.min_nodes", "Use 4 or more"),
+    (
+        "guards.rollback",
+        {
+            "guards.spike": "rollback",
+            "guards.rollback_steps": 8,
+            "checkpoint.every_steps": 3,
+            "checkpoint.keep": 3,
+        },
+        "checkpoint.every_steps",
+        "Use 4 or more, checkpoint.keep=4 or fewer guards.rollback_steps",
+    ),
     ("data.no-sources", {"data.sources": {}}, "data.sources", "data=tiny"),
     ("curriculum.empty", {"curriculum.order": []}, "curriculum.order", "Use ['only']"),
     ("curriculum.unknown-stage", {"curriculum.order": ["only", "onyl"]}, "curriculum.order", "mean only?"),
@@ -246,7 +257,15 @@ def test_every_rule_is_tested() -> None:
     written |= {f"parallel.{name}" for name in re.findall(r'\("([a-z-]+-e?tp)"', text)}
     keys = {key for key in written if follow(key) is not None}
     assert written - keys == {row[0] for row in BROKEN} - keys
-    assert {"run.name", "guards.hang-limits"} <= {row[0] for row in BROKEN}
+    assert {"run.name", "guards.rollback"} <= {row[0] for row in BROKEN}
+
+
+@pytest.mark.parametrize("changes", [{"guards.spike": "warn"}, {"checkpoint.every_steps": 0},
+                                     {"checkpoint.every_steps": 4}, {"checkpoint.keep": 4},
+                                     {"guards.rollback_steps": 7}])  # fmt: skip
+def test_a_rollback_that_has_its_checkpoint_is_accepted(changes: dict[str, Any]) -> None:
+    (row,) = [row for row in BROKEN if row[0] == "guards.rollback"]
+    assert one_stage({**row[1], **changes}) == []
 
 
 @pytest.mark.parametrize("text", ["", " "])
