@@ -60,7 +60,7 @@ def _decide(
 
     Computing it again leaves the last pass's gradients in place of those that ``loss`` and ``norm`` belong
     to. They may be applied, with these numbers, only when all their bits are the same: ``overruled`` sees to
-    it that a step which came out differently is never an update.
+    it that a step which came out differently is never an update, and is left out only when it is bad again.
     """
     settings, state = setup.run.guards, progress.guards
     state.enter_stage(setup.plan.name)
@@ -70,7 +70,10 @@ def _decide(
         return finding, None
     nonfinite = finding is not None and finding.kind == "nonfinite"
     diagnosis = compute_again(setup, host, gather_evidence(setup, sums), look_for_nonfinite=nonfinite)
-    return overruled(finding, loss) if diagnosis.hardware else finding, diagnosis
+    if not diagnosis.hardware:
+        return finding, diagnosis
+    again = judge(settings, state, diagnosis.loss, diagnosis.grad_norm)
+    return overruled(finding, again, loss), diagnosis
 
 
 def _examine_rest(setup: StageSetup, progress: Progress) -> Verdict | None:

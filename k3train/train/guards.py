@@ -127,15 +127,20 @@ def judge(settings: Guards, state: GuardState, loss: float, norm: float) -> Find
     return None
 
 
-def overruled(finding: Finding | None, loss: float) -> Finding:
+_LEAVES_OUT = (Action.skip, Action.rollback)
+
+
+def overruled(finding: Finding | None, again: Finding | None, loss: float) -> Finding:
     """The finding on a step of this loss that came out differently when it was computed again.
 
-    It is never an update: the run stops where it would have gone on from such a step. A step that updates
-    nothing all the same stays what it is.
+    ``again`` is the finding on how it came out last. It is never an update: the run stops where it would have
+    gone on from such a step. Nor is a batch left out that only the hardware has made look bad: it must be so
+    both times.
     """
     if finding is None:
         return Finding(kind="replay", quantity="step", value=loss, action=Action.stop)
-    return replace(finding, action=Action.stop) if finding.action is Action.update else finding
+    bad_again = again is not None and again.action in _LEAVES_OUT
+    return finding if bad_again and finding.action in _LEAVES_OUT else replace(finding, action=Action.stop)
 
 
 def _score(value: float, window: list[float], least_spread: float) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from k3train.data.batch import MicroBatch
 from k3train.optim.build import gradient_norm
 from k3train.train.digest import digest
-from k3train.train.schedule import run_micro_batches, zero_gradients
+from k3train.train.schedule import Agreed, agree, run_micro_batches, zero_gradients
 from k3train.train.setup import StageSetup
 
 SAME = "same"
@@ -47,6 +47,10 @@ class Diagnosis:
     """Ranks whose own part came out differently: one when the fault can be told from what it did to peers."""
     first_nonfinite: str | None
     """Where NaN or infinity first appeared when the step was computed again; None where all was finite."""
+    loss: float
+    """The step's, as it came out the last time."""
+    grad_norm: float
+    """The same of its gradient norm."""
 
     @property
     def hardware(self) -> bool:
@@ -55,7 +59,7 @@ class Diagnosis:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a record."""
-        return asdict(self)
+        return {**asdict(self), "loss": str(self.loss), "grad_norm": str(self.grad_norm)}  # no NaN in JSON
 
     def __str__(self) -> str:
         where = f"; NaN or infinity first came from {self.first_nonfinite}" if self.first_nonfinite else ""
@@ -95,30 +99,34 @@ def compute_again(
     """
     trace: list[_Place] = []
     with _traced(setup, trace) if look_for_nonfinite else contextlib.nullcontext():
-        second = _once_more(setup, host)
+        second, seen = _once_more(setup, host)
     if look_for_nonfinite:
         trace += _nonfinite_gradients(setup)
     forward_is_own = setup.groups.layout.pp == 1
     different = _ranks_that_differ(first, second, forward_is_own)
     verdict = SAME
     if different:
-        third = _once_more(setup, host)
+        third, seen = _once_more(setup, host)
         verdict = UNSTABLE if (again := _ranks_that_differ(second, third, forward_is_own)) else TRANSIENT
         different = again or different
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, min(trace, default=None))
     earliest = min((place for place in found if place is not None), default=None)
     return Diagnosis(
-        verdict=verdict, suspects=different, first_nonfinite=None if earliest is None else str(earliest)
+        verdict=verdict,
+        suspects=different,
+        first_nonfinite=None if earliest is None else str(earliest),
+        loss=seen.loss,
+        grad_norm=seen.grad_norm,
     )
 
 
-def _once_more(setup: StageSetup, host: list[MicroBatch]) -> Evidence:
+def _once_more(setup: StageSetup, host: list[MicroBatch]) -> tuple[Evidence, Agreed]:
     zero_gradients(setup)
     setup.routers.discard()
     sums = run_micro_batches(setup, host, backward=True)
-    gradient_norm(setup.optimizer)
-    return gather_evidence(setup, sums)
+    norm = gradient_norm(setup.optimizer)
+    return gather_evidence(setup, sums), agree(setup, sums, norm=norm)
 
 
 def _ranks_that_differ(one: Evidence, other: Evidence, forward_is_own: bool) -> list[int]:

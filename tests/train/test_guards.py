@@ -84,9 +84,9 @@ def test_bad_steps_are_skipped_everywhere_and_a_restart_skips_them_too(tmp_path:
     one, other = train_with(
         run,
         [
-            {"point": "step.loss", "kind": "nan", "rank": 1, "step": 3, "occurrence": 2},
+            {"point": "step.loss", "kind": "nan", "rank": 1, "step": 3, **always},
             {"point": "step.backward", "kind": "nan", "rank": 0, "step": 5, "tensor": "experts", **always},
-            {"point": "step.gradients", "kind": "nan", "rank": 1, "step": 7, "tensor": "experts"},
+            {"point": "step.backward", "kind": "nan", "rank": 1, "step": 7, "tensor": "experts", **always},
             {"point": "step.loss", "kind": "scale", "rank": 0, "step": 13, "factor": 1000, **always},
         ],
     )
@@ -99,9 +99,10 @@ def test_bad_steps_are_skipped_everywhere_and_a_restart_skips_them_too(tmp_path:
     assert all(unchanged == (action == "skip") for _, action, unchanged in one["seen"])
 
     findings = found(run)
-    assert {step: detail["suspects"] for step, detail in findings.items()} == {3: [1], 5: [], 7: [1], 13: []}
+    assert {step: detail["suspects"] for step, detail in findings.items()} == {
+        step: [] for step in (3, 5, 7, 13)
+    }
     assert "loss is nan" in findings[3]["found"]
-    assert "suspect the hardware: rank 1" in findings[3]["found"]
     assert "gradient norm is nan" in findings[5]["found"]
     assert "first came from the gradient of" in findings[5]["found"]
     assert "experts" in findings[5]["found"]
@@ -121,6 +122,28 @@ def test_bad_steps_are_skipped_everywhere_and_a_restart_skips_them_too(tmp_path:
     train_with(again, [])
     known = {step: loss for step, loss in losses(run).items() if step not in (3, 5, 7, 13)}
     assert {step: loss for step, loss in losses(again).items() if step in known} == known
+
+
+def test_a_batch_that_only_the_hardware_spoils_ends_the_run_and_is_trained_by_the_next(
+    tmp_path: Path,
+) -> None:
+    golden = guarded_run(tmp_path, "golden")
+    train_with(golden, [])
+    guards = {"nonfinite": OnNonFinite.skip, "spike": OnSpike.rollback}
+    run = guarded_run(tmp_path, every_steps=3, **guards)
+    for step, fault in (
+        (4, {"point": "step.loss", "kind": "nan", "rank": 1, "occurrence": 2}),
+        (11, {"point": "step.loss", "kind": "scale", "rank": 1, "factor": 1000}),
+    ):
+        one, other = train_with(run, [{**fault, "step": step}])
+        assert one == other
+        assert one["code"] == 16
+        assert one["seen"][-1] == (step, "stop", True)
+        assert "suspect the hardware: rank 1 is suspected" in one["message"]
+        assert not (Path(run.dir) / LEFT_OUT).exists()
+    assert [each["code"] for each in train_with(run, [])] == [0, 0]
+    assert losses(run) == losses(golden)
+    assert records(run, "step")[-1]["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,20 @@ def test_nonfinite_is_found_from_the_first_step_on(value: float) -> None:
 def test_no_step_that_came_out_differently_is_an_update(spike: OnSpike) -> None:
     state = GuardState(losses=[1.0] * MIN_HISTORY, norms=[1.0] * MIN_HISTORY)
     found = judge(Guards(spike=spike), state, 1.0, 1e6)
-    after = overruled(found, 1.0)
+    after = overruled(found, judge(Guards(spike=spike), state, 1.0, 1e5), 1.0)
     assert after.kind == ("replay" if spike is OnSpike.off else "spike")
     keeps = spike in (OnSpike.skip, OnSpike.rollback)
     assert after.action is (Action(spike.value) if keeps else Action.stop)
+
+
+@pytest.mark.parametrize("spike", [OnSpike.skip, OnSpike.rollback])
+def test_no_batch_is_left_out_that_is_fine_when_it_is_computed_again(spike: OnSpike) -> None:
+    guards = Guards(nonfinite=OnNonFinite.skip, spike=spike)
+    state = GuardState(losses=[1.0] * MIN_HISTORY, norms=[1.0] * MIN_HISTORY)
+    fine = judge(guards, state, 1.0, 1.0)
+    assert fine is None
+    for norm in (1e6, math.nan):
+        assert overruled(judge(guards, state, 1.0, norm), fine, 1.0).action is Action.stop
 
 
 def test_what_a_checkpoint_keeps_decides_the_same_and_a_stage_starts_anew() -> None:
