@@ -28,10 +28,20 @@ class NotFinite(Stopped):
 def not_finite(chunks: Sequence[Any], optimizer: Any | None) -> list[str]:
     """Names of this rank's parameters, buffers, master weights and moments that hold NaN or infinity.
 
-    Every element is read once, where it lies. With ``optimizer=None`` only the model is looked at.
+    Every element is read once, where it lies, and each device is waited for once. With ``optimizer=None``
+    only the model is looked at.
     """
-    bounds = [(name, torch.aminmax(tensor.detach())) for name, tensor in _tensors(chunks, optimizer)]
-    return [name for name, (low, high) in bounds if not (low.isfinite() and high.isfinite())]
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in _tensors(chunks, optimizer):
+        by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
+    return [name for named in by_device.values() for name in _not_finite(named)]
+
+
+def _not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Of tensors on one device."""
+    bounds = torch.stack([bound for _, tensor in named for bound in torch.aminmax(tensor)])
+    finite = bounds.view(-1, 2).isfinite().all(dim=1).tolist()
+    return [name for (name, _), good in zip(named, finite, strict=True) if not good]
 
 
 def check_finite(step: int, chunks: Sequence[Any], optimizer: Any) -> None:
