@@ -82,7 +82,7 @@ def load_checkpoint(
     }
     if optimizer is not None:
         allocate_state(optimizer)
-        state["optimizer"] = optimizer_state(optimizer, model, groups, loading=True)
+        state["optimizer"] = optimizer_state(optimizer, model, loading=True)
     _check_fit(path, state, with_optimizer=optimizer is not None)
     loaded = _read_tensors(path, state)
     every_rank(lambda: _put_model(chunks, loaded))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from k3train.checkpoint import rng
 from k3train.checkpoint.agree import rank
-from k3train.checkpoint.state import model_state, optimizer_state
+from k3train.checkpoint.state import fetch_optimizer_state, model_state, optimizer_state
 from k3train.config.trained import TRAIN_STATE
 from k3train.parallel.groups import Groups
 
@@ -43,6 +43,14 @@ class _Plan(TorchDistSaveShardedStrategy):
 
     writer: FileSystemWriterAsync
     index: Metadata | None
+
+    def __init__(self, fetch: Callable[[], None]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        self._fetch()  # by now the main replica of each tensor is on the rank that is to write it
+        return super().async_save(*args, **kwargs)
 
     def _get_save_and_finalize_callbacks(
         self, writer: Any, save_state_dict_ret: Any, async_strategy: Any
@@ -95,8 +103,9 @@ def stage(folder: Path, chunks: Sequence[Any], optimizer: Any, groups: Groups, r
     # It also warns that its own writer is going away; the other one needs a package this has no use for.
     torch_strategy._logged_mcore_async_deprecation = True
     model = model_state(chunks, groups)
-    state = {**model, "optimizer": optimizer_state(optimizer, model, groups, loading=False)}
-    plan = _Plan()
+    places = optimizer_state(optimizer, model, loading=False)
+    state = {**model, "optimizer": places}
+    plan = _Plan(lambda: fetch_optimizer_state(optimizer, places))
     shared: Any = FullyParallelSaveStrategyWrapper(plan, groups.pg.dp_cp)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about its own insides

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from k3train.optim.build import members, moment_names
-from k3train.optim.slices import master_slices
+from k3train.optim.slices import all_parameters, master_slices
 from k3train.parallel.groups import Groups
 
 
@@ -36,86 +36,85 @@ def model_state(chunks: Sequence[Any], groups: Groups) -> dict[str, Any]:
     return _without_objects(states)
 
 
-@torch.no_grad()
-def optimizer_state(
-    optimizer: Any, model: dict[str, Any], groups: Groups, *, loading: bool
-) -> dict[int, dict[str, Any]]:
-    """Sharded fp32 master weights and moments of each parameter; every rank must call this.
+def optimizer_state(optimizer: Any, model: dict[str, Any], *, loading: bool) -> dict[int, dict[str, Any]]:
+    """Where the fp32 master weights and moments of each parameter belong: sharded tensors without data.
 
     Keys are ``optimizer.state.<param or moment>.<name of the parameter>``, shapes those of the
     parameters, so any layout loads them and nothing depends on how parameters are divided between buffers or
-    optimizers (megatron-core has two of those with expert parallel). For saving, every bucket is gathered
-    within its data-parallel group, on the host; for ``loading`` there are places to load into, for those
-    parameters of which this rank holds a slice. ``model`` is the result of ``model_state``.
+    optimizers (megatron-core has two of those with expert parallel). For ``loading`` they are those of which
+    this rank holds a slice. ``model`` is the result of ``model_state``.
 
     megatron-core's own ``fully_reshardable`` state is not used: it takes one parameter's values for another's
     when buckets are padded or a parameter group holds two dtypes.
     """
     places = {leaf.data: leaf for leaf in nested_values(model)}
-    state = {}
-    for i, (param, values) in enumerate(_whole_values(optimizer, loading=loading)):
-        if values is not None:
-            state[i] = {key: _like(places[param], key, value) for key, value in values.items()}
-    return state
+    held = {param for member in members(optimizer) for param in master_slices(member)}
+    return {
+        i: {key: _place(places[param], key) for key in _keys(member, param)}
+        for i, (member, param) in enumerate(_parameters(optimizer))
+        if param in held or not loading
+    }
 
 
 @torch.no_grad()
-def put_optimizer_state(optimizer: Any, loaded: dict[int, dict[str, Any]]) -> None:
-    """Copy loaded tensors into this rank's slices of master weights and moments."""
-    order = {param: i for i, (param, _) in enumerate(_whole_values(optimizer, loading=True))}
-    for member in members(optimizer):
-        for param, master in master_slices(member).items():
-            span = member._get_model_param_range_map(param)["param"]
-            for key, own in _values(member, param, master).items():
-                own.copy_(loaded[order[param]][key].reshape(-1)[span.start : span.end])
+def fetch_optimizer_state(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
+    """Give each tensor of ``state`` that this rank writes, the main replica, its data, whole and on the host.
 
-
-def _whole_values(optimizer: Any, *, loading: bool) -> Iterator[tuple[Any, dict[str, torch.Tensor] | None]]:
-    """Each parameter of this rank's model, always in the same order, with its whole values on the host.
-
-    Loading gives empty tensors, and None for a parameter of which this rank holds no slice.
+    ``state`` is the result of ``optimizer_state``. Every bucket is gathered on its device within its
+    data-parallel group, so every rank must call this.
     """
+    places = _by_parameter(optimizer, state)
     for member in members(optimizer):
         slices = master_slices(member)
         for index, buffer in enumerate(member.buffers):
             (ranges,) = member.gbuf_ranges[index].values()
             for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
-                gathered = None if loading else _gather_bucket(member, buffer, bucket, bucket_ranges, slices)
-                for param in bucket.params_list:
-                    if gathered is None:
-                        empty = {
-                            key: torch.empty(param.shape, dtype=torch.float32, device="cpu")
-                            for key in _keys(member, param)
-                        }
-                        yield param, empty if param in slices else None
-                    else:
-                        yield param, gathered[param]
+                _fetch_bucket(member, buffer, bucket, bucket_ranges, slices, places)
 
 
-def _gather_bucket(
-    member: Any, buffer: Any, bucket: Any, ranges: dict[str, Any], slices: dict[Any, torch.Tensor]
-) -> dict[Any, dict[str, torch.Tensor]]:
-    """The master weights and moments of each parameter of a bucket, whole and on the host, from all ranks of
-    its data-parallel group.
+@torch.no_grad()
+def put_optimizer_state(optimizer: Any, loaded: dict[int, dict[str, Any]]) -> None:
+    """Copy loaded tensors into this rank's slices of master weights and moments."""
+    values = _by_parameter(optimizer, loaded)
+    for member in members(optimizer):
+        for param, master in master_slices(member).items():
+            span = member._get_model_param_range_map(param)["param"]
+            for key, own in _values(member, param, master).items():
+                own.copy_(values[param][key].reshape(-1)[span.start : span.end])
 
-    Each is copied on its own: a moment that only some parameters have would take the host's memory for all.
-    """
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Each parameter of this rank's model after the optimizer that updates it, always in the same order."""
+    return ((member, param) for member in members(optimizer) for param in all_parameters(member))
+
+
+def _by_parameter(optimizer: Any, state: dict[int, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    return {param: state[i] for i, (_, param) in enumerate(_parameters(optimizer)) if i in state}
+
+
+def _fetch_bucket(
+    member: Any,
+    buffer: Any,
+    bucket: Any,
+    ranges: dict[str, Any],
+    slices: dict[Any, torch.Tensor],
+    places: dict[Any, dict[str, Any]],
+) -> None:
+    """Fetch what this rank writes of a bucket's parameters: see ``fetch_optimizer_state``."""
     group = member.data_parallel_group
-    whole: dict[Any, dict[str, torch.Tensor]] = {param: {} for param in bucket.params_list}
-    for key in dict.fromkeys(key for param in bucket.params_list for key in _keys(member, param)):
-        local = torch.zeros(bucket.grad_data.numel() // group.size(), device=bucket.grad_data.device)
+    whole = torch.empty(bucket.grad_data.numel(), device=bucket.grad_data.device)
+    local = whole.new_empty(whole.numel() // group.size())
+    for key in dict.fromkeys(key for param in bucket.params_list for key in places[param]):
         for param, place in ranges["param_map"].items():
-            if key in _keys(member, param):
+            if key in places[param]:
                 span = place["gbuf_local"]
                 local[span.start : span.end].copy_(_values(member, param, slices[param])[key])
-        out = local.new_empty(bucket.grad_data.numel())
-        dist.all_gather_into_tensor(out, local, group=group)
+        dist.all_gather_into_tensor(whole, local, group=group)
         for param in bucket.params_list:
-            if key in _keys(member, param):
+            if key in places[param] and is_main_replica(places[param][key].replica_id):
                 start = buffer.param_index_map[param][0] - bucket.offset
-                own = out[start : start + param.numel()].view(param.shape)
-                whole[param][key] = own.to("cpu", copy=True)
-    return whole
+                own = whole[start : start + param.numel()].view(param.shape)
+                places[param][key].data = own.to("cpu", copy=True)
 
 
 def _keys(member: Any, param: Any) -> tuple[str, ...]:
@@ -128,12 +127,9 @@ def _values(member: Any, param: Any, master: torch.Tensor) -> dict[str, torch.Te
     return {"param": master, **{key: moments[key] for key in moment_names(member, param)}}
 
 
-def _like(place: Any, key: str, value: torch.Tensor) -> Any:
-    """The sharding of a parameter for a tensor of its shape."""
-    changed: dict[str, Any] = {"key": f"optimizer.state.{key}.{place.key}", "data": value}
-    if isinstance(place, ShardedTensor):
-        changed["dtype"] = value.dtype
-    return replace(place, **changed)
+def _place(parameter: ShardedTensor, key: str) -> ShardedTensor:
+    """The sharding of a parameter for an fp32 tensor of its shape."""
+    return replace(parameter, key=f"optimizer.state.{key}.{parameter.key}", data=None, dtype=torch.float32)
 
 
 def layout_identity(groups: Groups) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Device, Offload, Optimizer, Precision, Recompute, Run
 from k3train.curriculum.stages import StagePlan, context_ahead, stage_table
 from k3train.optim.rules import Assignment, Rule, assignments
+from k3train.optim.written import most_written
 from k3train.parallel.layout import Layout, chunk_layers, make_layout
 from k3train.plan.activations import Activations, pinned_bytes
 from k3train.plan.parameters import Parameter
@@ -46,8 +47,8 @@ class Memory:
     host: int
     """Bytes of the host's memory: the optimizer's state and inputs of layers, where they are kept there."""
     saving: int
-    """Bytes of the host's memory beside them for as long as a checkpoint is written: fp32 master weights and
-    moments of all parameters that the rank holds, not of its slices alone."""
+    """Bytes of the host's memory beside them for as long as a checkpoint is written: what the rank writes of
+    parameters, fp32 master weights and moments."""
     ahead: int | None = None
     """Context length, that of the next stage, at which an evaluation needs more than a step; None if none
     does. Its pass is the work space then."""
@@ -86,7 +87,7 @@ def host_shortage(run: Run, free_gib: float) -> str | None:
             return (
                 f"a save in stage {plan.name} takes about {saving:,.1f} GiB of the host's memory for each of "
                 f"the {ranks} ranks of a machine, beside {kept:,.1f} that they keep there, and "
-                f"{free_gib:,.1f} are free: the kernel may end them; raise parallel.pp, tp or ep, or take "
+                f"{free_gib:,.1f} are free: the kernel may end them; take more machines, which share it, or "
                 "fewer ranks a machine"
             )
     return None
@@ -132,7 +133,8 @@ def rank_memory(
     """
     model, layout = activations.model, activations.layout
     bf16 = model.precision is Precision.bf16
-    parameters = gradients = state = saving = 0
+    parameters = gradients = state = 0
+    written: dict[bool, list[int]] = {True: [], False: []}
     largest = {True: 0, False: 0}
     for assigned in rules.values():
         parameter = assigned.parameter
@@ -143,10 +145,12 @@ def rank_memory(
         cut = layout.ep * layout.etp if expert else cut
         shared_by = layout.expert_dp if expert else layout.dp * layout.cp
         own = math.prod(parameter.shape) // cut
-        parameters += own * (2 if bf16 and not parameter.fp32 else 4)
+        size = own * (2 if bf16 and not parameter.fp32 else 4)
+        parameters += size
         gradients += own * 4
         state += state_bytes(assigned, bf16=bf16, on_host=on_host) // (cut * shared_by)
-        saving += own * 4 * (1 + _moments(assigned))
+        if pp_rank == 0 or parameter.name != "embedding.weight":  # MTP's copy of it is not written
+            written[expert] += [size, *[own * 4] * (1 + _moments(assigned))]
         largest[expert] = max(largest[expert], own // shared_by)
     # Gradients pass through two rooms of the largest slice, those of experts through two of their own.
     rooms = sum(2 * pinned_bytes(4 * each) for each in largest.values() if each)
@@ -164,7 +168,7 @@ def rank_memory(
             "work space": activations.working(pp_rank),
         },
         host=host + inputs * waiting // layout.vp,
-        saving=saving,
+        saving=most_written(written[False], written[True], layout),
     )
 
 

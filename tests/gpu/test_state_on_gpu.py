@@ -23,23 +23,15 @@ import torch
 from k3train.checkpoint.folder import newest_good
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.save import Save, save_checkpoint
-from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.optim.build import members
 from k3train.optim.slices import master_slices
-from tests.parallel.toy import build_toy, parts, train_toy
+from tests.parallel.toy import build_toy, everything, train_toy
 
 folder = Path(sys.argv[1])
 optim = Optim(offload=Offload[sys.argv[3]])
 chunks, optimizer, groups = build_toy(1, Parallel(), Precision[sys.argv[2]], optim)
-
-
-def everything():
-    model = model_state(chunks, groups)
-    return parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
-
-
 train_toy(chunks, optimizer, groups, steps=2)
-saved = everything()
+saved = everything(chunks, optimizer, groups)
 save_checkpoint(
     Save(
         directory=folder,
@@ -52,12 +44,12 @@ save_checkpoint(
 )
 draws = torch.rand(3, device=device)
 straight = train_toy(chunks, optimizer, groups, steps=2, start=2)
-end = everything()
+end = everything(chunks, optimizer, groups)
 load_checkpoint(newest_good(folder), chunks=chunks, optimizer=optimizer, groups=groups, verified=True)
-assert all(torch.equal(a[3], b[3]) for a, b in zip(saved, everything(), strict=True))
+assert all(torch.equal(a[3], b[3]) for a, b in zip(saved, everything(chunks, optimizer, groups), strict=True))
 assert torch.equal(torch.rand(3, device=device), draws)
 assert train_toy(chunks, optimizer, groups, steps=2, start=2) == straight
-assert all(torch.equal(a[3], b[3]) for a, b in zip(end, everything(), strict=True))
+assert all(torch.equal(a[3], b[3]) for a, b in zip(end, everything(chunks, optimizer, groups), strict=True))
 assert all(p.is_cuda for p in chunks[0].parameters())
 for member in members(optimizer):
     for param, master in master_slices(member).items():

@@ -10,39 +10,36 @@ import torch
 
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.save import Save, save_checkpoint
-from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Parallel, Precision
 from k3train.optim.build import optimizer_steps
-from tests.parallel.toy import assemble, build_toy, parts, train_toy
+from tests.parallel.toy import assemble, build_toy, everything, train_toy
 from tests.ranks import run_ranks
 
 STATE = {"step": 3, "tokens": 300, "stage": "one", "data": {"sequence": 7}}
 
 
-def everything(chunks: Any, optimizer: Any, groups: Any) -> dict[str, Any]:
-    model = model_state(chunks, groups)
-    moments = optimizer_state(optimizer, model, groups, loading=False)
-    return {"parts": parts(model) + parts(moments), "steps": optimizer_steps(optimizer)}
+def with_steps(chunks: Any, optimizer: Any, groups: Any) -> dict[str, Any]:
+    return {"parts": everything(chunks, optimizer, groups), "steps": optimizer_steps(optimizer)}
 
 
 def train_and_save(rank: int, world: int, parallel: Parallel, precision: Precision, folder: Path) -> Any:
     chunks, optimizer, groups = build_toy(world, parallel, precision)
     norms = train_toy(chunks, optimizer, groups, steps=3)
-    before = everything(chunks, optimizer, groups)
+    before = with_steps(chunks, optimizer, groups)
     save_checkpoint(
         Save(directory=folder, chunks=chunks, optimizer=optimizer, train_state=STATE, groups=groups, keep=2)
     )
     after_norms = train_toy(chunks, optimizer, groups, steps=2, start=3)
-    return {"saved": before, "norms": norms + after_norms, "end": everything(chunks, optimizer, groups)}
+    return {"saved": before, "norms": norms + after_norms, "end": with_steps(chunks, optimizer, groups)}
 
 
 def load_and_train(rank: int, world: int, parallel: Parallel, precision: Precision, path: Path) -> Any:
     chunks, optimizer, groups = build_toy(world, parallel, precision)
     train_toy(chunks, optimizer, groups, steps=1, start=9)  # whatever was there before must not show through
     state = load_checkpoint(path, chunks=chunks, optimizer=optimizer, groups=groups)
-    loaded = everything(chunks, optimizer, groups)
+    loaded = with_steps(chunks, optimizer, groups)
     norms = train_toy(chunks, optimizer, groups, steps=2, start=3)
-    return {"state": state, "loaded": loaded, "norms": norms, "end": everything(chunks, optimizer, groups)}
+    return {"state": state, "loaded": loaded, "norms": norms, "end": with_steps(chunks, optimizer, groups)}
 
 
 def same(results: list[Any], others: list[Any], key: str, other_key: str) -> None:

@@ -22,9 +22,8 @@ from k3train.checkpoint.folder import clear_leftovers, committed, newest_good, s
 from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.checkpoint.manifest import CheckpointError, digest_file, read_manifest, write_manifest
 from k3train.checkpoint.save import Save, save_checkpoint
-from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Parallel, Precision
-from tests.parallel.toy import assemble, build_toy, parts, train_toy
+from tests.parallel.toy import assemble, build_toy, everything, train_toy
 from tests.ranks import run_ranks
 
 Toy = tuple[Any, Any, Any]
@@ -60,9 +59,7 @@ def train(toy: Toy, step: int) -> None:
 
 
 def tensors(toy: Toy) -> dict[str, torch.Tensor]:
-    chunks, optimizer, groups = toy
-    model = model_state(chunks, groups)
-    return assemble([parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))])
+    return assemble([everything(*toy)])
 
 
 def save_two(rank: int, world: int, parallel: Parallel, folder: Path) -> None:
@@ -257,11 +254,7 @@ def save_on_full_disk(rank: int, folder: Path) -> Any:
 
 
 def tensors_of_rank(toy: Toy) -> list[torch.Tensor]:
-    chunks, optimizer, groups = toy
-    model = model_state(chunks, groups)
-    return [
-        value for *_, value in parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
-    ]
+    return [value for *_, value in everything(*toy)]
 
 
 def test_a_disk_that_is_full_on_one_rank_fails_the_save_everywhere_and_nothing_else(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.save import Save, save_checkpoint
-from k3train.checkpoint.state import master_slices, model_state, optimizer_state
 from k3train.config.schema import Optim, Optimizer, Precision
 from k3train.model.payload import schedule_config
 from k3train.optim.build import allocate_state, build_optimizer
 from k3train.optim.decay import is_decayed
+from k3train.optim.slices import master_slices
 from tests import model_step
 from tests.model_step import make_micro
-from tests.parallel.toy import assemble, parts, train_toy
+from tests.parallel.toy import assemble, everything, train_toy
 from tests.parity.test_model import MODEL, randomise
 from tests.ranks import run_ranks
 
@@ -54,11 +54,6 @@ def build(degrees: dict[str, int], precision: Precision) -> Any:
     optimizer = build_optimizer(OPTIM, wrapped, groups)
     allocate_state(optimizer)
     return wrapped, optimizer, groups
-
-
-def everything(chunks: Any, optimizer: Any, groups: Any) -> Any:
-    model = model_state(chunks, groups)
-    return parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
 
 
 def next_loss(chunks: Any, groups: Any) -> float:

@@ -10,12 +10,11 @@ import torch
 
 from k3train.checkpoint.load import load_checkpoint
 from k3train.checkpoint.save import Save, save_checkpoint
-from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Offload, Optim, Parallel, Precision
 from k3train.optim.build import members
 from k3train.optim.offload import HostAdam, host_adam
 from tests.parallel.test_optimizer import three_steps
-from tests.parallel.toy import assemble, build_toy, parts, train_toy
+from tests.parallel.toy import assemble, build_toy, everything, train_toy
 from tests.ranks import run_ranks
 from tests.with_deepspeed import with_deepspeed
 
@@ -41,11 +40,6 @@ def test_ranks_with_offload_take_the_steps_of_one_without(precision: Precision) 
     for name, value in expected.items():
         if value.dtype is torch.float32:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
-
-
-def everything(chunks: Any, optimizer: Any, groups: Any) -> Any:
-    model = model_state(chunks, groups)
-    return parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
 
 
 def save_and_go_on(rank: int, offload: Offload, folder: Path) -> Any:

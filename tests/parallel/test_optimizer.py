@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Optim, Parallel, Precision
 from k3train.optim.build import members, set_learning_rate
 from tests.optimizer_step import optimizer_step
-from tests.parallel.toy import assemble, build_toy, draw, local_tensors, parts, train_toy
+from tests.parallel.toy import assemble, build_toy, draw, everything, local_tensors, train_toy
 from tests.ranks import run_ranks
 
 LAYOUTS = [
@@ -27,9 +26,7 @@ def three_steps(rank: int, world: int, parallel: Parallel, precision: Precision,
     chunks, optimizer, groups = build_toy(world, parallel, precision, optim)
     set_learning_rate(optimizer, 0.01)
     norms = train_toy(chunks, optimizer, groups, steps=3)
-    model = model_state(chunks, groups)
-    state = parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
-    return {"norms": norms, "parts": state}
+    return {"norms": norms, "parts": everything(chunks, optimizer, groups)}
 
 
 def whole_tensors(rank: int) -> list[tuple[str, list[torch.Tensor]]]:
@@ -101,18 +98,14 @@ def test_the_norm_is_returned_when_clipping_is_off() -> None:
 def bad_step(rank: int, value: float) -> Any:
     chunks, optimizer, groups = build_toy(2, Parallel(pp=2), Precision.bf16)
     train_toy(chunks, optimizer, groups, steps=1)
-
-    def state() -> Any:
-        model = model_state(chunks, groups)
-        return parts(model) + parts(optimizer_state(optimizer, model, groups, loading=False))
-
-    before = state()
+    before = everything(chunks, optimizer, groups)
     for param in chunks[0].parameters():
         param.main_grad.fill_(1.0)
     if rank == 1:
         next(chunks[0].parameters()).main_grad.view(-1)[0] = value
     outcome = optimizer_step(optimizer)
-    same = all(torch.equal(a[3], b[3]) for a, b in zip(before, state(), strict=True))
+    after = everything(chunks, optimizer, groups)
+    same = all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
     return (
         outcome.skipped,
         same,

@@ -12,13 +12,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
-from k3train.checkpoint.state import model_state, optimizer_state
 from k3train.config.schema import Optim
 from k3train.model.payload import schedule_config
 from k3train.optim.build import allocate_state, build_optimizer
 from tests import model_step, sharded
 from tests.optimizer_step import optimizer_step
 from tests.parallel.test_model_parallel import MICROS
+from tests.parallel.toy import optimizer_values
 from tests.parity.test_model import MODEL, randomise
 from tests.ranks import run_ranks
 
@@ -46,7 +46,7 @@ def _moments(rank: int, degrees: dict[str, Any], bucket_size: int | None, weight
     model_step.run_schedule(wrapped, MICROS, groups)
     outcome = optimizer_step(optimizer)
     parts = []
-    for state in optimizer_state(optimizer, model_state(wrapped, groups), groups, loading=False).values():
+    for state in optimizer_values(wrapped, optimizer, groups).values():
         parts += sharded.parts_of(state)
     buckets = sum(len(buffer.buckets) for chunk in wrapped for buffer in chunk.buffers)
     return held, parts, outcome.grad_norm, buckets

@@ -29,7 +29,7 @@ def dtypes(rank: int) -> dict[str, Any]:
     masters = {p: own for member in members(optimizer) for p, own in master_slices(member).items()}
     inner = [state for member in members(optimizer) for state in member.optimizer.state.values()]
     state = model_state(chunks, groups)
-    saved = optimizer_state(optimizer, state, groups, loading=False)
+    saved = optimizer_state(optimizer, state, loading=False)
     buffers = {name: b.dtype for name, b in model.named_buffers() if b.is_floating_point()}
     return {
         "parameters": {name: p.dtype for name, p in model.named_parameters()} | buffers,

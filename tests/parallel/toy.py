@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from k3train.checkpoint.state import model_state
+from k3train.checkpoint.state import fetch_optimizer_state, model_state, optimizer_state
 from k3train.config.schema import Model, Optim, Parallel, Precision
 from k3train.model.config import make_config
 from k3train.optim.build import allocate_state, build_optimizer, reload_master_weights
@@ -184,6 +184,20 @@ def parts(state: Any) -> list[tuple[str, tuple[int, ...], tuple[slice, ...], tor
         for leaf in nested_values(state)
         if isinstance(leaf, ShardedTensor)
     ]
+
+
+def optimizer_values(chunks: Sequence[Any], optimizer: Any, groups: Groups) -> dict[int, dict[str, Any]]:
+    """Master weights and moments of this rank's parameters, whole, whoever would write them."""
+    state = optimizer_state(optimizer, model_state(chunks, groups), loading=False)
+    for leaf in nested_values(state):
+        leaf.replica_id = 0
+    fetch_optimizer_state(optimizer, state)
+    return state
+
+
+def everything(chunks: Sequence[Any], optimizer: Any, groups: Groups) -> list[Any]:
+    """``parts`` of all that a checkpoint holds of this rank's model and optimizer."""
+    return parts(model_state(chunks, groups)) + parts(optimizer_values(chunks, optimizer, groups))
 
 
 def assemble(ranks: list[list[Any]]) -> dict[str, torch.Tensor]:
