@@ -228,17 +228,17 @@ def draw_window(
 
     Each source is drawn up to its weight's share of all tokens drawn, so its error never exceeds one sequence
     however long the stage is. A window ends early where an epoch of a source ends: no window holds a document
-    twice, and no window needs text that max_epochs forbids.
+    twice, and no window needs text that max_epochs forbids. A source that has given all that it may is
+    exhausted when the others have come as far: its end may have been drawn ahead of its share. A window
+    before that can be empty.
     """
     positions = {name: streams[name].settled(at.positions[name]) for name in weights}
     remaining = {name: streams[name].remaining(positions[name]) for name in weights}
+    reach = {name: (at.drawn[name] + remaining[name]) / weight for name, weight in weights.items()}
     for name, left in remaining.items():
-        if left == 0:
+        if left == 0 and reach[name] <= at.target:
             raise Exhausted(name)
-    target = min(
-        at.target + window_tokens,
-        *((at.drawn[name] + remaining[name]) / weight for name, weight in weights.items()),
-    )
+    target = min(at.target + window_tokens, *reach.values())
     window: dict[str, Pieces] = {}
     after, drawn = dict(at.positions), dict(at.drawn)
     for name, weight in weights.items():

@@ -213,6 +213,8 @@ class StageOrder:
         )
         pieces = chain(*(drawn[name] for name in self._names))
         source = np.repeat(np.arange(len(self._names)), [len(drawn[name]) for name in self._names])
+        if not len(pieces):
+            return Window(source, pieces, source, np.zeros(1, np.int64)), after
         packed, count = best_fit(pieces.length, self.context_tokens)
         # Best fit puts full sequences first and long pieces first within each; both orders are shuffled away.
         key = key_of("window", self._seed, self.context_tokens, self._base + index)

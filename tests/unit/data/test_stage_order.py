@@ -241,6 +241,42 @@ def test_an_exhausted_source_is_named() -> None:
     assert error.value.name == "small"
 
 
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 120), min_size=1, max_size=80), min_size=1, max_size=4),
+    parts=st.lists(st.integers(1, 50), min_size=4, max_size=4),
+    context=st.sampled_from([8, 64, 512]),
+    window=st.integers(0, 500),
+    epochs=st.sampled_from([1.0, 2.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_stage_gets_what_its_weights_leave_within_max_epochs(
+    lengths: list[list[int]], parts: list[int], context: int, window: int, epochs: float
+) -> None:
+    """However small a source is against the context: its end is drawn at once, ahead of its share."""
+    streams = [stream(f"s{i}", each, epochs=epochs) for i, each in enumerate(lengths)]
+    weights = {s.name: float(part) for s, part in zip(streams, parts, strict=False)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("k3train.data.plan.MIN_WINDOW_SEQUENCES", 2)
+        order = stage_order(streams, weights, context, window=window)
+    most = min(s.allowed_tokens / order.weights[s.name] for s in streams)
+    served = max(int(most / context) - len(streams) - 1, 0)
+    drawn = order.consumed(served)
+    assert all(drawn[s.name] <= s.allowed_tokens for s in streams)
+    rows = [order.sequence(number) for number in range(served)]
+    assert sum(drawn.values()) == sum(piece.length for row in rows for piece in row)
+
+
+def test_the_end_of_a_source_that_is_drawn_ahead_ends_no_stage() -> None:
+    """Two sources of one epoch in proportion to their size; half of the text is asked for."""
+    big, small = stream("big", natural_lengths(6000, largest=5000)), stream("small", [100] * 20)
+    weights = {s.name: float(s.epoch_tokens) for s in (big, small)}
+    order = stage_order([big, small], weights, 4096, window=1000)
+    half = (big.epoch_tokens + small.epoch_tokens) // 2 // 4096
+    assert order.consumed(half)["small"] <= small.epoch_tokens
+    with pytest.raises(Exhausted):
+        order.consumed(3 * half)
+
+
 def test_fingerprint_holds_what_decides_the_order_and_nothing_else() -> None:
     lengths = natural_lengths(300)
 
