@@ -17,11 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from k3train.config.compare import tokens_of
 from k3train.config.compose import compose, load_resolved
 from k3train.config.problems import BadInput
 from k3train.config.schema import Run
-from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS
-from k3train.curriculum.stages import StagePlan, stage_table
+from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS, last_trained
+from k3train.curriculum.stages import StagePlan, stage_table, total_tokens
 from k3train.monitor.metrics_file import METRICS, read_records
 
 SETTINGS = "run.yaml"
@@ -124,11 +125,11 @@ def _step(path: Path) -> int:
 
 
 def state(run: Run) -> str:
-    """``new`` without a checkpoint, ``finished`` with one of the last step, else ``interrupted``."""
-    saved = checkpoints(Path(run.dir))
-    if not saved:
+    """``new`` without a checkpoint, ``finished`` with one that has trained all tokens, else ``interrupted``."""
+    trained = last_trained(Path(run.dir))
+    if not trained.steps:
         return "new"
-    return "finished" if _step(saved[-1]) >= stage_table(run)[-1].end_step else "interrupted"
+    return "finished" if tokens_of(trained, run) >= total_tokens(stage_table(run)) else "interrupted"
 
 
 def print_summary(run: Run, console: Console) -> None:

@@ -59,12 +59,12 @@ class _Begun:
         return any(not mix or mix.get(source, 0) > 0 for mix in mixes)
 
 
-def compare(old: Run, new: Run, *, trained_steps: int = 0) -> Changes:
-    """What differs between the run that trained ``trained_steps`` steps and the one that would go on.
+def compare(old: Run, new: Run, *, trained_tokens: int = 0) -> Changes:
+    """What differs between the run that trained ``trained_tokens`` and the one that would go on.
 
     Until something is trained every setting is free.
     """
-    trained = _begun(old, trained_steps)
+    trained = _begun(old, trained_tokens)
     changes = Changes(refused=[], overridden=[], accepted=[])
     for each in differences(old, new):
         rule = _broken_rule(each, old, trained)
@@ -93,19 +93,21 @@ def settle(run: Run, path: Path, trained: Trained) -> Changes:
     checkpoint's own settings say what that was; the file does where they cannot be read.
     """
     if trained.settings is not None and trained.checkpoint is not None:
-        _refuse(compare(trained.settings, run, trained_steps=trained.steps), trained.checkpoint)
+        tokens = tokens_of(trained, trained.settings)
+        _refuse(compare(trained.settings, run, trained_tokens=tokens), trained.checkpoint)
+        check_whole_steps(run, tokens, trained.checkpoint)
     if not path.exists():
         save_resolved(run, path)
         return Changes(refused=[], overridden=[], accepted=[])
     before = load_resolved(path)
-    changes = compare(before, run, trained_steps=trained.steps)
+    changes = compare(before, run, trained_tokens=tokens_of(trained, before))
     if trained.settings is None:
         _refuse(changes, path.parent)
     else:  # the file is of a start that trained nothing
         changes = replace(changes, refused=[], accepted=[*changes.accepted, *changes.refused])
     if not changes.accepted and not changes.overridden:
         return changes
-    if 0 < max(_steps(before), _steps(run)) <= trained.steps:
+    if 0 < max(_tokens(before), _tokens(run)) <= tokens_of(trained, before):
         return replace(changes, all_trained=trained.steps)
     told = {
         name: {each.key: [each.old, each.new] for each in group}
@@ -200,22 +202,58 @@ def _refuse(changes: Changes, trained: Path) -> None:
         raise ConfigError(identity_problems(changes.refused, trained))
 
 
-def _steps(run: Run) -> int:
-    """Optimizer steps of the whole run."""
-    stages = [run.curriculum.stages[name] for name in run.curriculum.order]
-    return sum(stage.tokens // stage.batch_tokens for stage in stages)
+def tokens_of(trained: Trained, run: Run) -> int:
+    """What is trained; where no checkpoint says it, what ``run`` has after as many steps."""
+    if trained.tokens is not None:
+        return trained.tokens
+    left, tokens = trained.steps, 0
+    for stage in _stages(run):
+        steps = min(left, stage.tokens // stage.batch_tokens)
+        left, tokens = left - steps, tokens + steps * stage.batch_tokens
+    return tokens
 
 
-def _begun(run: Run, trained_steps: int) -> _Begun:
+def check_whole_steps(run: Run, trained_tokens: int, trained: Path) -> None:
+    """Raise ConfigError when ``run`` would go on from ``trained``, a checkpoint, in the middle of a step.
+
+    Only where ``resume.override`` has let a stage that has begun take another batch, or another length."""
+    begun = _begun(run, trained_tokens)
+    if not begun.stages:
+        return
+    name = begun.stages[-1]
+    batch = run.curriculum.stages[name].batch_tokens
+    if begun.tokens % batch:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    f"curriculum.stages.{name}.batch_tokens",
+                    batch,
+                    f"does not divide the {begun.tokens} tokens of the stage that {trained} has trained",
+                    "Give a batch that divides them",
+                    "run.identity",
+                )
+            ]
+        )
+
+
+def _stages(run: Run) -> list[Stage]:
+    return [run.curriculum.stages[name] for name in run.curriculum.order]
+
+
+def _tokens(run: Run) -> int:
+    """Tokens of the whole run."""
+    return sum(stage.tokens for stage in _stages(run))
+
+
+def _begun(run: Run, trained_tokens: int) -> _Begun:
     begun: list[str] = []
-    steps_left, tokens = trained_steps, 0
-    for name in run.curriculum.order:
-        if steps_left <= 0:
+    left, tokens = trained_tokens, 0
+    for name, stage in zip(run.curriculum.order, _stages(run), strict=True):
+        if left <= 0:
             break
-        stage: Stage = run.curriculum.stages[name]
-        steps = min(steps_left, stage.tokens // stage.batch_tokens)
+        tokens = min(left, stage.tokens)
         begun.append(name)
-        steps_left, tokens = steps_left - steps, steps * stage.batch_tokens
+        left -= tokens
     return _Begun(begun, tokens)
 
 

@@ -36,6 +36,8 @@ class Trained:
     """The newest checkpoint whose settings can be read."""
     settings: Run | None = None
     """What that was trained with."""
+    tokens: int | None = None
+    """What that has trained; None where it does not say."""
 
 
 def last_trained(run_dir: Path) -> Trained:
@@ -53,7 +55,13 @@ def last_trained(run_dir: Path) -> Trained:
     steps = max((step for step, _ in found), default=0)
     for _, path in sorted(found, reverse=True):
         if (settings := settings_of(path)) is not None:
-            return Trained(steps=steps, checkpoint=path, settings=settings)
+            tokens = _train_record(path).get("tokens")
+            return Trained(
+                steps=steps,
+                checkpoint=path,
+                settings=settings,
+                tokens=tokens if isinstance(tokens, int) else None,
+            )
     return Trained(steps=steps)
 
 

@@ -21,7 +21,7 @@ class StagePlan:
     end_tokens: int
     """Tokens trained when this stage is done."""
     start_step: int
-    """Optimizer steps taken before this stage."""
+    """Optimizer steps before this stage, as long as every stage keeps its batch."""
     steps: int
     """Optimizer steps of this stage."""
     sequences_per_step: int
@@ -29,8 +29,16 @@ class StagePlan:
 
     @property
     def end_step(self) -> int:
-        """Optimizer steps taken when this stage is done."""
+        """Optimizer steps when this stage is done, as long as every stage keeps its batch."""
         return self.start_step + self.steps
+
+    def steps_done(self, tokens: int) -> int:
+        """Steps of this stage that are done when the run has trained ``tokens``, in steps of today's size.
+
+        The number of the run's step does not tell: with ``resume.override`` stages may have begun, or ended,
+        with other steps.
+        """
+        return (tokens - self.start_tokens) // self.stage.batch_tokens
 
 
 def stage_table(run: Run) -> list[StagePlan]:

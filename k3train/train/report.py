@@ -53,7 +53,7 @@ class Report:
         """A stage is built and about to train."""
         layout, stage = setup.groups.layout, setup.plan.stage
         degrees = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "vp", "cp", "ep", "etp")}
-        resumed = latest is not None and progress.step > setup.plan.start_step
+        resumed = latest is not None and progress.tokens > setup.plan.start_tokens
         self._event(
             "resume" if resumed else "stage_start",
             progress,

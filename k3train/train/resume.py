@@ -12,7 +12,7 @@ from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.config import history
 from k3train.config.build import Builder, to_plain
-from k3train.config.compare import compare, identity_problems
+from k3train.config.compare import check_whole_steps, compare, identity_problems
 from k3train.config.identity import covers
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Run
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def train_state(setup: StageSetup, progress: Progress) -> dict[str, Any]:
     """What a checkpoint keeps besides tensors, as JSON data."""
-    stage_steps = progress.step - setup.plan.start_step
+    stage_steps = setup.plan.steps_done(progress.tokens)
     return {
         **progress.to_json(),
         "stage": setup.plan.name,
@@ -63,9 +63,10 @@ def go_on(run: Run, state: dict[str, Any], checkpoint: Path) -> Progress:
     if builder.problems:
         logger.warning("%s was written with other settings than this k3train has; not compared", checkpoint)
         return progress
-    refused = compare(trained, run, trained_steps=progress.step).refused
+    refused = compare(trained, run, trained_tokens=progress.tokens).refused
     if refused:
         raise ConfigError(identity_problems(refused, checkpoint))
+    check_whole_steps(run, progress.tokens, checkpoint)
     before, now = (total_tokens(stage_table(each)) for each in (trained, run))
     progress.bends = bend(progress.bends, before, now, progress.tokens)
     return progress
@@ -111,7 +112,7 @@ def check_text(setup: StageSetup, progress: Progress, state: dict[str, Any] | No
                 "trained on; restore it, start another run with another name, or accept it with "
                 f"resume.override=[{path}]."
             )
-    here = setup.data.positions(progress.step - setup.plan.start_step)
+    here = setup.data.positions(setup.plan.steps_done(progress.tokens))
     for name, position in trained.get("positions", {}).items():
         if here.get(name, position) != position and not setup.run.resume.override:
             raise CorpusError(

@@ -84,7 +84,7 @@ def build_stage(
     optimizer = build_optimizer(run.optim, chunks, groups)
     scheduled.grad_scale_func = optimizer.scale_loss
     data = open_data(run, table, plan, bookmark)
-    first_step = progress.step - plan.start_step
+    first_step = plan.steps_done(progress.tokens)
     setup = StageSetup(
         run=run,
         table=table,

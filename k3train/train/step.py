@@ -166,7 +166,7 @@ def rehearse(setup: StageSetup, progress: Progress) -> None:
     first step, and not after it.
     """
     allocate_state(setup.optimizer)
-    step = progress.step - setup.plan.start_step
+    step = setup.plan.steps_done(progress.tokens)
     host = setup.data.step(step, dp_rank=setup.groups.dp_rank, dp_size=setup.groups.layout.dp)
     run_micro_batches(setup, host, backward=True)
     setup.routers.discard()

@@ -76,7 +76,7 @@ def record_verdict(
     path = Path(setup.run.dir) / RECORDS / f"step_{step:08d}.json"
 
     def write() -> None:
-        sequences = setup.data.documents(progress.step - setup.plan.start_step)
+        sequences = setup.data.documents(setup.plan.steps_done(progress.tokens))
         content = {
             "step": step,
             "stage": setup.plan.name,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from k3train.config.build import to_plain
-from k3train.config.compare import compare, describe, differences, settle
+from k3train.config.compare import compare, describe, differences, settle, tokens_of
 from k3train.config.compose import load_resolved, to_yaml
 from k3train.config.history import run_id
 from k3train.config.identity import KINDS, Kind, covers, kind_of
@@ -25,6 +25,11 @@ from tests.history import read_history
 
 STAGE = "curriculum.stages.s2048"
 MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2048", "s8192", "s32768")}
+
+
+def after(steps: int) -> int:
+    """Tokens of the run's first steps."""
+    return tokens_of(Trained(steps=steps), four_stage_run())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2
     ],
 )
 def test_what_may_change(changes: dict[str, Any], steps: int, is_refused: bool) -> None:
-    found = compare(four_stage_run(), four_stage_run(changes), trained_steps=steps)
+    found = compare(four_stage_run(), four_stage_run(changes), trained_tokens=after(steps))
     assert (len(found.refused) > 0, len(found.accepted) > 0) == (is_refused, not is_refused)
 
 
@@ -85,7 +90,9 @@ def test_a_source_may_come_and_go_as_long_as_no_stage_that_has_begun_draws_from_
         (named, MIXES | {"data.sources.code": ...}, True),
         (unnamed, {"data.sources.docs": ...}, True),
     ):
-        assert bool(compare(base, four_stage_run(changes), trained_steps=1).refused) is refused, changes
+        assert bool(compare(base, four_stage_run(changes), trained_tokens=after(1)).refused) is refused, (
+            changes
+        )
         assert compare(base, four_stage_run(changes)).refused == [], changes
 
 
@@ -105,7 +112,7 @@ def test_no_setting_changes_in_silence() -> None:
     for key, change in _every_change(old, ""):
         new = four_stage_run(MIXES)
         change(new)
-        found = compare(old, new, trained_steps=45)
+        found = compare(old, new, trained_tokens=after(45))
         keys = [each.key for each in (*found.refused, *found.accepted)]
         assert keys == [key], key
         assert bool(found.refused) is not any(f": {line}" for line in describe(found)), key

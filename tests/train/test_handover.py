@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from k3train.checkpoint.folder import committed
 from k3train.checkpoint.load import read_train_state
 from k3train.config.compare import settle
 from k3train.config.compose import compose
-from k3train.config.schema import Curriculum, Mtp, Run, Stage, StageLearningRate, StageParallel
+from k3train.config.problems import ConfigError
+from k3train.config.schema import Checkpoint, Curriculum, Mtp, Run, Stage, StageLearningRate, StageParallel
 from k3train.config.trained import Trained, last_trained
 from k3train.curriculum.stages import stage_table
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
@@ -118,6 +120,52 @@ def test_a_run_is_edited_under_way_and_its_past_stays(tmp_path: Path) -> None:
     start = [e for e in records(reseeded, "event") if e["event"] == "start"][-1]
     assert start["detail"]["override"] == ["seed"]
     assert start["detail"]["changed_versions"] == {}
+
+
+def test_a_stage_goes_on_with_another_batch_where_it_stands(tmp_path: Path) -> None:
+    """Stopped in the middle; tokens tell the place, whatever the size of the steps that led there."""
+
+    def edited(name: str, batch: int, more: int = 0) -> Run:
+        curriculum = _two_stages(8, 2 + more)
+        curriculum.stages["short"].batch_tokens = batch
+        changes = {"curriculum": curriculum, "checkpoint": Checkpoint(every_steps=2, keep=9)}
+        run = make_run(tmp_path, dir=str(tmp_path / name), **changes)
+        run.resume.override = [] if name == "whole" else ["curriculum.stages.short.batch_tokens"]
+        return run
+
+    def settle_again(run: Run) -> None:
+        settle(run, Path(run.dir) / "run.yaml", last_trained(Path(run.dir)))
+
+    whole = edited("whole", 512)
+    settle_again(whole)
+    assert train_run(whole) == [0]
+    golden = read_train_state(committed(tmp_path / "whole" / "checkpoints")[0][1])
+    for batch, steps in ((1024, 4 + 2), (256, 4 + 8)):
+        run = edited(f"by {batch}", batch)
+        shutil.copytree(whole.dir, run.dir)
+        for step, path in committed(Path(run.dir) / "checkpoints"):
+            if step > 4:
+                shutil.rmtree(path)
+        settle_again(run)
+        assert train_run(run) == [0]
+        state = read_train_state(committed(Path(run.dir) / "checkpoints")[0][1])
+        assert (state["step"], state["tokens"]) == (steps + 2, golden["tokens"])
+        for key in ("consumed_tokens", "positions"):
+            assert state["data"][key] == golden["data"][key], key
+        lengthened = edited(f"by {batch}", batch, more=1)  # both stages have begun
+        lengthened.resume.override = []
+        settle_again(lengthened)
+        assert train_run(lengthened) == [0]
+        assert committed(Path(run.dir) / "checkpoints")[0][0] == steps + 3
+
+    refused = edited("whole", 3 * 512)
+    for step, path in committed(tmp_path / "whole" / "checkpoints"):
+        if step > 4:
+            shutil.rmtree(path)
+    refused.resume.override = ["curriculum"]
+    refused.curriculum.stages["short"].tokens = 6 * 3 * 512
+    with pytest.raises(ConfigError, match=r"short.batch_tokens = 1536 does not divide the 2048 tokens"):
+        settle_again(refused)
 
 
 def test_a_stage_weighs_the_mtp_loss_and_reports_it_beside_the_next_token_s(tmp_path: Path) -> None:
