@@ -125,7 +125,7 @@ def _step(path: Path) -> int:
 
 
 def state(run: Run) -> str:
-    """``new`` without a checkpoint, ``finished`` with one that has trained all tokens, else ``interrupted``."""
+    """``new`` without a checkpoint, ``finished`` when it has trained all tokens, else ``interrupted``."""
     trained = last_trained(Path(run.dir))
     if not trained.steps:
         return "new"
