@@ -90,6 +90,11 @@ def join_batches(batches: list[MicroBatch]) -> MicroBatch:
     )
 
 
+def padding_tokens(batches: list[MicroBatch]) -> int:
+    """How many tokens are padding."""
+    return sum(batch.valid.size - int(batch.valid.sum()) for batch in batches)
+
+
 def squared_lengths(batches: list[MicroBatch]) -> float:
     """Sum of the squared lengths of all segments, padding among them: what attention's FLOPs grow with."""
     return float(sum(np.square(np.diff(batch.cu_seqlens).astype(np.float64)).sum() for batch in batches))

@@ -6,6 +6,9 @@ from typing import TextIO
 
 from k3train.monitor.record import BalanceRecord, EvalRecord, EventRecord, Record, StepRecord
 
+MUCH_PADDING = 0.05
+"""Share of a step's tokens from which the console tells it; packing alone leaves less."""
+
 
 def line(record: StepRecord | EvalRecord | EventRecord) -> str:
     """The record as one line of text."""
@@ -83,6 +86,8 @@ def _step_line(record: StepRecord) -> str:
     if record.mfu is not None:
         parts.append(f"mfu {100 * record.mfu:.1f}%")
     parts.append(f"wait {wait:.0f}%")
+    if record.padding is not None and record.padding > MUCH_PADDING:
+        parts.append(f"padding {100 * record.padding:.0f}%")
     if record.mtp_loss is not None:
         parts.insert(4, f"mtp {record.mtp_loss:.4f}")
     if record.router_max_violation is not None:

@@ -36,6 +36,8 @@ class StepRecord:
     mfu: float | None = None
     """model_tflops over the dense bf16 peak of the device, 0 to 1, whatever the model's precision; None on
     all but H100 and H200."""
+    padding: float | None = None
+    """Share of this step's tokens that are padding, 0 to 1; None for a step that was left out."""
     mtp_loss: float | None = None
     """Mean loss of the token after next, in nats and without its weight; None without MTP."""
     router_max_violation: float | None = None

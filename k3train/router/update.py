@@ -80,6 +80,13 @@ class RouterUpdate:
         for router in self.routers:
             router.reset()
 
+    def count_again(self) -> None:
+        """Forget the step because it is about to be computed once more; audits begin again."""
+        audited = [router for router in self.routers if router.audit is not None]
+        self.discard()
+        for router in audited:
+            router.audit = Audit(router.top_k)
+
     def _end(self) -> None:
         if self.ended and self.routers:
             raise RuntimeError(

@@ -101,6 +101,7 @@ class Report:
                 data_wait_seconds=timing.data_wait_seconds,
                 model_tflops=tflops,
                 mfu=tflops * 1e12 / peak if tflops is not None and peak is not None else None,
+                padding=result.padding,
                 router_max_violation=balance.worst("max_violation") if balance else None,
                 router_cv=balance.worst("load_cv") if balance else None,
                 dead_experts=int(balance.total("dead_experts")) if balance else None,

@@ -123,7 +123,7 @@ def compute_again(
 
 def _once_more(setup: StageSetup, host: list[MicroBatch]) -> tuple[Evidence, Agreed]:
     zero_gradients(setup)
-    setup.routers.discard()
+    setup.routers.count_again()
     sums = run_micro_batches(setup, host, backward=True)
     norm = gradient_norm(setup.optimizer)
     return gather_evidence(setup, sums), agree(setup, sums, norm=norm)

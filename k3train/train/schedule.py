@@ -79,6 +79,8 @@ class Agreed:
     """Whether any rank was asked to stop."""
     squares: float
     """Squared lengths of the step's documents, summed."""
+    padding: float
+    """Tokens of the step that are padding."""
     memory_gib: float | None
     """The fullest rank's; None when ranks gave none."""
 
@@ -90,24 +92,25 @@ def agree(
     wants_stop: bool = False,
     norm: float = 0.0,
     squares: float = 0.0,
+    padding: float = 0.0,
     memory_gib: float | None = None,
 ) -> Agreed:
     """What all ranks have seen, in one small all-reduce. Every rank must call this.
 
     ``sums`` is what ``run_micro_batches`` returned on this rank, or the sum over several calls. ``norm``,
     of the summed loss' gradients, should be the same on every rank; if a broken one disagrees, the result is
-    still the same everywhere. ``squares`` is the sum over this data-parallel rank's
-    documents. ``memory_gib``, which all ranks give or none, adds one number per rank.
+    still the same everywhere. ``squares`` and ``padding`` are sums over this data-parallel rank's
+    micro-batches. ``memory_gib``, which all ranks give or none, adds one number per rank.
     """
     layout = setup.groups.layout
-    own = [norm, float(wants_stop), squares]
+    own = [norm, float(wants_stop), squares, padding]
     if memory_gib is not None:  # a sum gives the maximum too where each rank has a place of its own
         places = [0.0] * layout.world
         places[dist.get_rank()] = memory_gib
         own += places
     vector = torch.cat([sums, sums.new_tensor(own)])
     dist.all_reduce(vector)
-    loss, count, mtp_loss, mtp_count, norms, stop, squares, *memory = vector.tolist()
+    loss, count, mtp_loss, mtp_count, norms, stop, squares, padding, *memory = vector.tolist()
     # Every tensor-parallel rank of the last chunk reports the same tokens.
     count = round(count / layout.tp)
     return Agreed(
@@ -118,6 +121,7 @@ def agree(
         stop=stop > 0,
         # Every rank of a model replica has the same documents.
         squares=squares * layout.dp / layout.world,
+        padding=padding * layout.dp / layout.world,
         memory_gib=max(memory, default=None),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from k3train.data.batch import MicroBatch, squared_lengths
+from k3train.data.batch import MicroBatch, padding_tokens, squared_lengths
 from k3train.faults import point
 from k3train.optim.build import (
     allocate_state,
@@ -50,6 +50,8 @@ class StepResult:
     document_tokens: float | None = None
     """Length of the document that a token of the step is in, on average over its tokens; None when the step
     was left out."""
+    padding: float | None = None
+    """Share of the step's tokens that are padding, 0 to 1; None when the step was left out."""
     memory_gib: float | None = None
     """Largest memory in use on any rank's GPU from the start of the run to this step's backward pass; None on
     the CPU."""
@@ -87,7 +89,13 @@ def train_step(
     point("step.gradients", tensors=lambda: gradients(setup.chunks))
     norm, memory = gradient_norm(setup.optimizer), peak_memory_gib(setup.device)
     seen = agree(
-        setup, sums, wants_stop=wants_stop, norm=norm, squares=squared_lengths(host), memory_gib=memory
+        setup,
+        sums,
+        wants_stop=wants_stop,
+        norm=norm,
+        squares=squared_lengths(host),
+        padding=padding_tokens(host),
+        memory_gib=memory,
     )
     verdict = examine(setup, progress, host, sums, seen.loss, seen.grad_norm)
 
@@ -102,6 +110,7 @@ def train_step(
         stop=seen.stop,
         verdict=verdict,
         document_tokens=seen.squares / setup.plan.stage.batch_tokens,
+        padding=seen.padding / setup.plan.stage.batch_tokens,
         memory_gib=seen.memory_gib,
     )
     if result.action is Action.update:

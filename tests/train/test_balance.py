@@ -13,6 +13,7 @@ from k3train.config.schema import (
     BalanceMonitor,
     Checkpoint,
     Curriculum,
+    Guards,
     Model,
     Moe,
     Monitor,
@@ -33,7 +34,7 @@ NAMES = {
 AUDIT = {"exact_error", "own_violation"}
 
 
-def five_steps(folder: Path, balance: BalanceMonitor, ranks: int = 1) -> Run:
+def five_steps(folder: Path, balance: BalanceMonitor, ranks: int = 1, **changes: object) -> Run:
     stage = Stage(context_tokens=128, tokens=5 * 512, batch_tokens=512)
     run = make_run(
         folder,
@@ -42,6 +43,7 @@ def five_steps(folder: Path, balance: BalanceMonitor, ranks: int = 1) -> Run:
         parallel=Parallel(pp=ranks),
         monitor=Monitor(balance=balance),
         checkpoint=Checkpoint(),
+        **changes,
     )
     assert train_run(run) == [0] * ranks
     return run
@@ -77,6 +79,12 @@ def test_an_audited_step_is_recorded_whatever_else_is(tmp_path: Path) -> None:
     run = five_steps(tmp_path, BalanceMonitor(layers_every_steps=5, audit_every_steps=2))
     found = {each["step"]: "exact_error" in each["values"] for each in records(run, "balance")}
     assert found == {2: True, 4: True, 5: False}
+
+
+def test_an_audited_step_that_is_computed_again_is_audited_again(runs, tmp_path: Path) -> None:
+    run = five_steps(tmp_path, BalanceMonitor(audit_every_steps=2), guards=Guards(replay_every_steps=2))
+    once = [each["values"] for each in records(runs[0], "balance")]
+    assert [each["values"] for each in records(run, "balance")] == once
 
 
 def test_an_alarm_is_an_event_and_on_the_console(runs) -> None:

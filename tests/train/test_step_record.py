@@ -39,8 +39,9 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     assert [record["memory_gib"] for record in records(run, "step")] == [70.25] * STEPS
 
 
-def _train_and_list_documents(rank: int, run: Run) -> list[list[int]]:
-    """Lengths of all documents and paddings of each step, by the data's own account."""
+def _train_and_list_documents(rank: int, run: Run) -> list[list[list[int]]]:
+    """Of each sequence of each step the lengths of its documents, then of its padding, by the data's own
+    account."""
     from k3train.train import loop
 
     setups, build_as_it_is = [], loop.build_stage
@@ -56,18 +57,22 @@ def _train_and_list_documents(rank: int, run: Run) -> list[list[int]]:
     loop.build_stage = build_stage
     assert train_rank(rank, run) == 0
     steps = [setups[0].data.documents(step) for step in range(STEPS)]
-    return [[n for sequence in step for n in lengths(sequence)] for step in steps]
+    return [[lengths(sequence) for sequence in step] for step in steps]
 
 
 @pytest.mark.parametrize("degree", ["ep", "pp", "tp", "cp"])
-def test_flops_are_those_of_every_rank_s_documents(tmp_path: Path, degree: str) -> None:
+def test_flops_and_padding_are_those_of_every_rank_s_documents(tmp_path: Path, degree: str) -> None:
     run = short_run(tmp_path, **{degree: 2})
     steps, _ = run_ranks(2, _train_and_list_documents, run)
     *trained, left_out = records(run, "step")
-    for record, documents in zip(trained, steps[:-1], strict=True):
+    assert any(sequence[-1] for step in steps[:-1] for sequence in step)
+    for record, step in zip(trained, steps[:-1], strict=True):
+        documents = [n for sequence in step for n in sequence]
         assert sum(documents) == 512
         flops = sum(n * train_flops_per_token(run.model, n) for n in documents)
         assert record["model_tflops"] * 1e12 * record["step_seconds"] * 2 == pytest.approx(flops)
         assert record["mfu"] is None
+        assert record["padding"] == pytest.approx(sum(sequence[-1] for sequence in step) / 512)
     assert len(trained) == STEPS - 1
     assert left_out["model_tflops"] is None
+    assert left_out["padding"] is None

@@ -51,6 +51,11 @@ def test_what_is_unknown_is_left_out() -> None:
     assert "eta ? stage" in text
 
 
+def test_padding_is_told_where_it_is_much() -> None:
+    assert "padding" not in line(replace(STEP, padding=0.04))
+    assert "  padding 75%  " in line(replace(STEP, padding=0.751))
+
+
 def test_a_skipped_step_and_dead_experts_stand_out() -> None:
     text = line(replace(STEP, skipped=True, loss=float("nan"), grad_norm=float("inf"), dead_experts=3))
     assert "SKIPPED" in text
