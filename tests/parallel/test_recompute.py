@@ -144,7 +144,7 @@ def test_feed_forwards_in_pieces_see_no_more_at_once(one_rank: dict[str, dict[st
 
 def test_each_policy_keeps_less(one_rank: dict[str, dict[str, Any]]) -> None:
     size = {name: each["bytes"] for name, each in one_rank.items()}
-    print(size)
+    print({name: f"{100 * each / size['none']:.0f} %" for name, each in size.items()})
     for kind in ("kda", "mla", "moe", "dense"):
         assert size[f"{kind} full"] < size[f"{kind} selective"] < size["none"], kind
     assert size["full"] < size["full but moe"] < size["selective"] < size["none"]
