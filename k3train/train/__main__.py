@@ -19,6 +19,7 @@ from k3train.config.schema import Run
 from k3train.config.secrets import redacted_output
 from k3train.faults import plan_from_environment
 from k3train.train.claim import claimed
+from k3train.train.failure import note_failure
 from k3train.train.probe import check_launcher
 from k3train.train.signals import EXIT_BAD_INPUT, EXIT_ENVIRONMENT, EXIT_UNEXPECTED
 
@@ -54,6 +55,7 @@ def _main(resolved: Path) -> int:
         code, message = error.exit_code, str(error)
     except Exception as error:
         code, message = EXIT_UNEXPECTED, describe(error)
+        note_failure(resolved.parent, int(rank), error)
     if rank != "0" and code in (EXIT_BAD_INPUT, EXIT_ENVIRONMENT):
         # Each rank finds such an error at the same moment. The first speaks for all, and ends all.
         time.sleep(_FIRST_SPEAKS_SECONDS)

@@ -78,6 +78,9 @@ def train(run: Run, device: torch.device) -> int:
     except NotFinite:
         saver.finish()  # of a state before, which was good
         raise
+    except Exception as error:
+        error.add_note(f"after step {progress.step}")
+        raise
     finally:
         saver.close()
         watch.close()

@@ -1,8 +1,9 @@
 """Starts a node's ranks and starts them again when one dies: torch's elastic agent with a policy of ours.
 
 The agent meets the other nodes, starts the ranks, watches them and restarts all of them together. Added here:
-what is never restarted, a wait that doubles, a limit on failures in a row without a new checkpoint, and a
-short grace for the survivors, which gloo and NCCL may leave waiting for a dead rank.
+what is never restarted, an error of the program that comes again among it, a wait that doubles, a limit on
+failures in a row without a new checkpoint, and a short grace for the survivors, which gloo and NCCL may leave
+waiting for a dead rank.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from k3train.checkpoint.folder import committed
+from k3train.train.failure import forget_failures, read_failures
 from k3train.train.health import unhealthy
 from k3train.train.signals import (
     EXIT_BAD_INPUT,
@@ -92,6 +94,9 @@ class Supervisor(LocalElasticAgent):
         """Exit code of each rank that failed by itself, at the last failure."""
         self.sick = ""
         """Why this node must not be used again, if so."""
+        self._errors: set[str] = set()
+        self.comes_again = ""
+        """The error of the program that ended two starts in a row, if so."""
 
     def _newest_checkpoint(self) -> int:
         return max((step for step, _ in committed(self._policy.run_dir / "checkpoints")), default=0)
@@ -109,6 +114,7 @@ class Supervisor(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         spec.max_restarts = self._starts + self._remaining_restarts  # the agent's count is their difference
+        forget_failures(self._policy.run_dir, _ranks(worker_group))
         started = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context: Any = self._pcontext
         close, closed = context.close, False
@@ -134,16 +140,18 @@ class Supervisor(LocalElasticAgent):
             self._pcontext.close()  # torch would give the others of a forked rank 30 seconds
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._remaining_restarts = self._judge()
+            self._remaining_restarts = self._judge(worker_group)
         return result
 
-    def _judge(self) -> int:
+    def _judge(self, worker_group: WorkerGroup) -> int:
         """How many more restarts are allowed after this failure: none, or the rest of the row."""
+        before, self._errors = self._errors, read_failures(self._policy.run_dir, _ranks(worker_group))
+        self.comes_again = min(before & self._errors, default="")
         newest = self._newest_checkpoint()
         self._in_a_row = 1 if newest > self._newest else self._in_a_row + 1
         self._newest = newest
         left = max(0, self._policy.max_restarts - self._in_a_row + 1)
-        if any(code in NEVER_RESTARTED for code in self.failed.values()):
+        if self.comes_again or any(code in NEVER_RESTARTED for code in self.failed.values()):
             left = 0
         elif left and (reason := unhealthy()):
             left, self.sick = 0, reason
@@ -156,6 +164,7 @@ class Supervisor(LocalElasticAgent):
             newest_checkpoint=newest,
             restarts=left > 0,
             sick=self.sick,
+            comes_again=self.comes_again,
         )
         return left
 
@@ -244,6 +253,8 @@ def supervise(config: LaunchConfig, entrypoint: Callable[..., Any] | str, *args:
     code = exit_code(list(agent.failed.values()))
     if code == EXIT_UNEXPECTED:
         why = f"; this node is not used again: {agent.sick}" if agent.sick else ""
+        if agent.comes_again:
+            why = f"; twice in a row by {agent.comes_again}, which another start would meet again: mend it"
         print(
             f"{describe(agent.failed)}{why}; start again to go on from the last checkpoint", file=sys.stderr
         )
@@ -294,6 +305,10 @@ def describe(failed: dict[int, int]) -> str:
     ]
     more = len(words) - 4
     return ", ".join(words[:4]) + (f" and {more} more" if more > 0 else "") if words else "a rank failed"
+
+
+def _ranks(worker_group: WorkerGroup) -> list[int]:
+    return [worker.global_rank for worker in worker_group.workers]
 
 
 def _exit_codes(context: Any) -> dict[int, int | None]:

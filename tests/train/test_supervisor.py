@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -11,14 +12,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.launcher.api import LaunchConfig
 
+from k3train.config.compose import save_resolved
+from k3train.faults import PLAN_VARIABLE
+from k3train.train.failure import forget_failures, note_failure, read_failures
 from k3train.train.health import unhealthy
 from k3train.train.launch import launch
 from k3train.train.signals import EXIT_BAD_INPUT
 from k3train.train.supervisor import EVENTS, NO_LOGS, Policy, describe, exit_code, supervise
 from tests.ranks import run_ranks
-from tests.train.runs import make_run
+from tests.train.runs import make_run, records
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -41,6 +46,14 @@ if what == "kill" and rank == "1":
 if what == "save" and rank == "0":
     (folder / "checkpoints" / f"step_{start + 1:08d}").mkdir(parents=True)
     os.kill(os.getpid(), signal.SIGKILL)
+if what.startswith("raise") and rank == "1":
+    from k3train.train.failure import note_failure
+    try:
+        raise TypeError("out of order")
+    except TypeError as error:
+        error.add_note("after step " + what.removeprefix("raise"))
+        note_failure(folder, 1, error)
+        sys.exit(1)
 sys.exit(int(what) if what.isdigit() and rank == "1" else 0)
 """
 
@@ -60,6 +73,7 @@ def _supervise(_: int, folder: Path, what: str, restarts: int) -> tuple[int, lis
         logs_specs=NO_LOGS,
     )
     policy = Policy(run_dir=folder, stop_file=folder / "STOP", max_restarts=restarts, delay_seconds=0.2)
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     began = time.monotonic()
     code = supervise(config, sys.executable, str(folder / "program.py"), str(folder), policy=policy)
     events = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
@@ -95,6 +109,74 @@ def test_bad_input_environment_and_stop_are_never_started_again(tmp_path: Path) 
     for code in (2, 3, 75):
         assert outcome(tmp_path / str(code), str(code))[:2] == (code, 1)
     assert outcome(tmp_path / "other", "1 2", restarts=9)[:2] == (2, 2)
+
+
+def test_an_error_of_the_program_that_comes_again_is_not_tried_a_third_time(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, starts, failures = outcome(tmp_path / "same", "raise3", restarts=9)
+    assert (code, starts) == (1, 2)
+    assert [failure["restarts"] for failure in failures] == [True, False]
+    said = "rank 1 ended with 1; twice in a row by TypeError in program.py:"
+    assert said in (error := capfd.readouterr().err)
+    assert "after step 3, which another start would meet again: mend it;" in error
+    assert not failures[0]["comes_again"]
+    assert failures[1]["comes_again"].startswith("TypeError in program.py:")
+
+
+def _train_with_an_error(_: int, folder: Path) -> tuple[int, list[dict[str, Any]], list[int]]:
+    run = make_run(folder, ranks=2)
+    run.checkpoint.every_steps = 2
+    resolved, plan = Path(run.dir) / "run.yaml", folder / "plan.json"
+    save_resolved(run, resolved)
+    error = {"point": "step.forward", "kind": "exception", "rank": 1, "step": 4, "restart": None}
+    plan.write_text(json.dumps({"faults": [error], "log": str(folder / "log")}))
+    os.environ |= {PLAN_VARIABLE: str(plan), "PYTHONPATH": str(Path(__file__).parents[2])}
+    code = launch(run, resolved)
+    events = [json.loads(line) for line in (Path(run.dir) / EVENTS).read_text().splitlines()]
+    return code, events, [record["step"] for record in records(run, "step")]
+
+
+def test_real_ranks_that_meet_an_error_in_the_same_step_again_end_the_run(tmp_path: Path) -> None:
+    ((code, events, steps),) = run_ranks(1, _train_with_an_error, tmp_path)
+    assert code == 1
+    assert steps == [1, 2, 3, 3]
+    _, last = (event for event in events if event["event"] == "failed")
+    assert last["comes_again"].startswith("InjectedFault in faults.py:")
+    assert last["comes_again"].endswith(", after step 3")
+
+
+@pytest.mark.parametrize("what", ["raise3 raise4 0", "raise3 kill raise3 0", "raise3 1 raise3 0"])
+def test_another_error_a_step_further_and_a_fault_are_tried_again(tmp_path: Path, what: str) -> None:
+    assert outcome(tmp_path / "a", what, restarts=9)[:2] == (0, what.count(" ") + 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (TypeError("unexpected keyword"), False),
+        (ImportError("no module"), False),
+        (RuntimeError("shape '[2, 3]' is invalid"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("NCCL error: unhandled system error"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (torch.distributed.DistBackendError("timed out"), True),
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+    ],
+)
+def test_only_errors_of_the_program_are_expected_again(
+    tmp_path: Path, error: Exception, passes: bool
+) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        note_failure(tmp_path, 3, caught)
+    found = read_failures(tmp_path, [2, 3])
+    assert (not found) == passes
+    forget_failures(tmp_path, [3])
+    assert read_failures(tmp_path, [3]) == set()
 
 
 def test_a_survivor_that_waits_for_the_dead_rank_is_killed_after_a_short_grace(tmp_path: Path) -> None:
