@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -19,6 +18,7 @@ from k3train.data.batch import Piece
 from k3train.data.mix import Drawing, Pieces, Position, Stream, chain, draw_window, no_pieces
 from k3train.data.order import key_of, keyed_hash, shuffled
 from k3train.data.pack import best_fit
+from k3train.data.trail import Place, Trail
 
 MIN_WINDOW_SEQUENCES = 64
 """A window holds at least this many sequences, or best fit has too little to choose from."""
@@ -71,8 +71,18 @@ class Mark:
         return Mark(start, values["window"], values["first_sequence"], Drawing.of(values["drawing"]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A window, where it begins and where the next one does."""
+
+    start: Place
+    window: Window
+    after: Place
+
+
 class StageOrder:
-    """The sequences of one stage. Windows are made when first asked for; only where they begin is kept."""
+    """The sequences of one stage. Windows are made when first asked for; only where they begin is kept, of
+    long stages not for all."""
 
     def __init__(
         self,
@@ -93,10 +103,8 @@ class StageOrder:
         self._window_tokens = max(MIN_WINDOW_SEQUENCES * context_tokens, pack_window_tokens)
         self._seed = seed
         self._start = start
-        self._base = 0  # windows that a mark skips
-        self._marks = [Drawing(0.0, dict.fromkeys(self._names, 0), start)]
-        self._first = [0]  # number of the first sequence of each window
-        self._cache: tuple[int, Window] | None = None
+        self._trail = Trail(Place(0, 0, Drawing(0.0, dict.fromkeys(self._names, 0), start)))
+        self._cache: _Planned | None = None
         self._lock = RLock()
 
     def inputs(self) -> dict[str, Any]:
@@ -127,22 +135,19 @@ class StageOrder:
     def mark(self, sequences: int) -> Mark:
         """Where the window begins that holds the last of the first so many sequences."""
         with self._lock:
-            index = self._find(max(sequences - 1, 0))
-            return Mark(self._start, self._base + index, self._first[index], self._marks[index])
+            place = self._planned(max(sequences - 1, 0)).start
+        return Mark(self._start, place.window, place.first_sequence, place.drawing)
 
     def go_to(self, mark: Mark) -> None:
         """Skip to a mark of an order with the same inputs; earlier sequences are then out of reach."""
-        self._base = mark.window
-        self._marks = [mark.drawing]
-        self._first = [mark.first_sequence]
+        self._trail = Trail(Place(mark.window, mark.first_sequence, mark.drawing))
         self._cache = None
 
     def sequence(self, number: int) -> list[Piece]:
         """The pieces of a sequence of this stage, counted from 0. Raises Exhausted where text runs out."""
         with self._lock:
-            index = self._find(number)
-            window = self._window(index)
-            row = number - self._first[index]
+            planned = self._planned(number)
+        window, row = planned.window, number - planned.start.first_sequence
         at = slice(int(window.borders[row]), int(window.borders[row + 1]))
         pieces = window.pieces[at]
         names = [self._names[i] for i in window.source[at].tolist()]
@@ -175,39 +180,38 @@ class StageOrder:
             nothing = Drawing(0.0, dict.fromkeys(self._names, 0), self._start)
             return nothing, {name: no_pieces() for name in self._names}
         with self._lock:
-            index = self._find(sequences - 1)
-            window = self._window(index)
-            used = int(window.borders[sequences - self._first[index]])
-            mark = self._marks[index + 1]
+            planned = self._planned(sequences - 1)
+        window = planned.window
+        used = int(window.borders[sequences - planned.start.first_sequence])
         late = np.zeros(len(window.rank), bool)
         late[used:] = True
         unused = {}
         for i, name in enumerate(self._names):
             which = np.flatnonzero(late & (window.source == i))
             unused[name] = window.pieces[which[np.argsort(window.rank[which])]]
-        return mark, unused
+        return planned.after.drawing, unused
 
-    def _find(self, number: int) -> int:
-        """The place in the marks of a sequence's window, after making as many windows as it takes."""
-        assert number >= self._first[0], f"sequence {number} lies before the mark"
-        while self._first[-1] <= number:
-            window, after = self._make(len(self._first) - 1)
-            self._cache = (len(self._first) - 1, window)
-            self._marks.append(after)
-            self._first.append(self._first[-1] + len(window))
-        return bisect_right(self._first, number) - 1
+    def _planned(self, number: int) -> _Planned:
+        """The window of a sequence, after making as many as it takes from the last place kept before it."""
+        made = self._cache
+        if made and made.start.first_sequence <= number < made.after.first_sequence:
+            return made
+        place = self._trail.before(number)
+        while place.first_sequence <= number:
+            window, drawing = self._make(place)
+            after = Place(place.window + 1, place.first_sequence + len(window), drawing)
+            self._trail.add(after)
+            self._cache = made = _Planned(place, window, after)
+            place = after
+        assert made is not None
+        return made
 
-    def _window(self, index: int) -> Window:
-        if self._cache is None or self._cache[0] != index:
-            self._cache = (index, self._make(index)[0])
-        return self._cache[1]
-
-    def _make(self, index: int) -> tuple[Window, Drawing]:
-        """Draw, pack and shuffle one window."""
+    def _make(self, begin: Place) -> tuple[Window, Drawing]:
+        """Draw, pack and shuffle the window that begins there; and how far it has drawn."""
         drawn, after = draw_window(
             self._streams,
             self.weights,
-            self._marks[index],
+            begin.drawing,
             window_tokens=self._window_tokens,
             context_tokens=self.context_tokens,
         )
@@ -217,7 +221,7 @@ class StageOrder:
             return Window(source, pieces, source, np.zeros(1, np.int64)), after
         packed, count = best_fit(pieces.length, self.context_tokens)
         # Best fit puts full sequences first and long pieces first within each; both orders are shuffled away.
-        key = key_of("window", self._seed, self.context_tokens, self._base + index)
+        key = key_of("window", self._seed, self.context_tokens, begin.window)
         share = np.zeros((count, len(self._names)), np.int64)
         np.add.at(share, (packed, source), pieces.length)
         # What did not fill a sequence goes last: a stage that ends within the window gives it back instead.

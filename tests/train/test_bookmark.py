@@ -40,9 +40,9 @@ def _train_noting(rank: int, run: Run, notes: Path) -> int:
         note(stage=args[2].name)
         return build_stage(*args)
 
-    def noted_make(order: plan.StageOrder, index: int) -> Any:
-        note(window=[order.context_tokens, order._base + index])
-        return make(order, index)
+    def noted_make(order: plan.StageOrder, begin: plan.Place) -> Any:
+        note(window=[order.context_tokens, begin.window])
+        return make(order, begin)
 
     def noted_step(setup: Any, progress: Any, batches: list, **options: Any) -> Any:
         sequences = [[p.source, p.document, p.start, p.length] for b in batches for p in b.documents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from k3train.data import trail
 from k3train.data.batch import Piece
 from k3train.data.mix import Exhausted, Pieces, Position, Stream
 from k3train.data.order import key_of, keyed_hash, shuffled
@@ -208,7 +210,7 @@ def test_a_small_part_of_a_window_has_the_mix_too() -> None:
 
 def test_the_emptiest_sequence_of_a_window_comes_last() -> None:
     order = stage_order([stream("a", natural_lengths(3000))], {"a": 1.0}, 4096)
-    fill = [sum(p.length for p in order.sequence(g)) for g in range(len(order._window(0)))]
+    fill = [sum(p.length for p in order.sequence(g)) for g in range(len(order._planned(0).window))]
     assert fill[-1] == min(fill)
     assert sum(fill[:-1]) > 0.995 * 4096 * (len(fill) - 1)
 
@@ -318,6 +320,36 @@ def test_returned_pieces_join_again() -> None:
     )
     assert joined.cut(8).tokens == pieces.tokens
     assert joined.first(22).length.tolist() == [20, 2]
+
+
+def test_a_long_stage_keeps_few_places_and_finds_every_sequence_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = [stream("a", natural_lengths(4000)), stream("b", natural_lengths(2000, seed=1))]
+
+    def planned() -> StageOrder:
+        return stage_order(streams, {"a": 0.7, "b": 0.3}, 64)
+
+    whole, total = planned(), 4000
+    expected = [whole.sequence(number) for number in range(total)]
+
+    def ends(order: StageOrder) -> list[list[object]]:
+        return [at.values() for number in (1, 63, 777, 2500) for at in order.end(number).values()]
+
+    windows = len(whole._trail)
+    monkeypatch.setattr(trail, "RECENT", 4)
+    monkeypatch.setattr(trail, "OLDER", 8)
+    order = planned()
+    assert [order.sequence(number) for number in range(total)] == expected
+    assert len(order._trail) <= 12 < windows
+    for number in [*random.Random(3).sample(range(total), 40), 0, total - 1]:
+        assert order.sequence(number) == expected[number]
+        assert order.mark(number + 1).values() == whole.mark(number + 1).values()
+    assert ends(order) == ends(whole)
+    again = planned()
+    again.go_to(order.mark(total // 2))
+    assert [again.sequence(number) for number in range(total // 2, total)] == expected[total // 2 :]
+    assert len(again._trail) <= 12
 
 
 def test_a_plan_of_four_times_the_tokens_takes_about_four_times_as_long() -> None:
