@@ -25,8 +25,8 @@ def train(arguments: list[str]) -> int:
     if run.cluster.nodes > 1:
         rule, fix = "is more than this machine", "Start it with launch/slurm.py, or set cluster.nodes=1"
         raise ConfigError([ConfigProblem("cluster.nodes", run.cluster.nodes, rule, fix, "cluster.nodes")])
+    from k3train.checkpoint.listing import last_trained
     from k3train.config.schema import Offload
-    from k3train.config.trained import last_trained
     from k3train.data.preflight import check_data
     from k3train.train.claim import claimed
     from k3train.train.launch import launch

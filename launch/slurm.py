@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from shlex import quote
 
+from k3train.checkpoint.listing import last_trained
 from k3train.config.compare import describe, settle
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Cluster, Device, Run
 from k3train.config.secrets import HIDDEN, redact
-from k3train.config.trained import last_trained
 from k3train.train.preflight import check_run
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")

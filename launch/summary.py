@@ -17,11 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from k3train.checkpoint.listing import committed, complete, last_trained
 from k3train.config.compare import tokens_of
 from k3train.config.compose import compose, load_resolved
 from k3train.config.problems import BadInput
 from k3train.config.schema import Run
-from k3train.config.trained import CHECKPOINT_NAME, CHECKPOINTS, last_trained
+from k3train.config.trained import CHECKPOINTS
 from k3train.curriculum.stages import StagePlan, stage_table, total_tokens
 from k3train.monitor.metrics_file import METRICS, read_records
 
@@ -110,22 +111,14 @@ def load(folder: Path) -> Run:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of the run in this folder, oldest first."""
-    folder = folder / CHECKPOINTS
-    found = (
-        [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)] if folder.is_dir() else []
-    )
-    return sorted(found, key=_step)
-
-
-def _step(path: Path) -> int:
-    matched = CHECKPOINT_NAME.fullmatch(path.name)
-    assert matched
-    return int(matched[1])
+    """Complete checkpoints of the run in this folder, oldest first."""
+    return [path for _, path, _ in complete(folder / CHECKPOINTS)][::-1]
 
 
 def state(run: Run) -> str:
-    """``new`` without a checkpoint, ``finished`` when it has trained all tokens, else ``interrupted``."""
+    """``new`` without a checkpoint, ``finished`` when it has trained all tokens, else ``interrupted``.
+
+    Raises BadInput when there are checkpoints and none can be used."""
     trained = last_trained(Path(run.dir))
     if not trained.steps:
         return "new"
@@ -133,7 +126,7 @@ def state(run: Run) -> str:
 
 
 def print_summary(run: Run, console: Console) -> None:
-    """Print the table of stages and the run's files. Raises what ``read`` does."""
+    """Print the table of stages and the run's files. Raises what ``read`` and ``state`` do."""
     stages = summarise(run, read(Path(run.dir) / METRICS))
     table = Table(title=f"{run.name}: {state(run)}", title_justify="left")
     for heading in ("stage", "context", "steps", "held-out", "loss: start", "end", "tokens/s"):
@@ -172,7 +165,7 @@ def main(arguments: list[str]) -> int:
     try:
         folder = folder_of(options.words, options.config_dir)
         if options.state:
-            print(state(load(folder)) if checkpoints(folder) else "new", folder)
+            print(state(load(folder)) if committed(folder / CHECKPOINTS) else "new", folder)
         else:
             print_summary(load(folder), Console())
     except BadInput as error:

@@ -11,16 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
-from k3train.checkpoint.manifest import (
-    MANIFEST,
-    PART,
-    CheckpointError,
-    check_files,
-    check_sizes,
-    read_manifest,
-)
+from k3train.checkpoint.listing import check_name, committed, complete, entries, none_usable
+from k3train.checkpoint.manifest import MANIFEST, PART, CheckpointError, check_files, read_manifest
 from k3train.checkpoint.trust import check_trusted
-from k3train.config.trained import CHECKPOINT_NAME, check_name
 from k3train.faults import point
 
 LATEST = "LATEST"
@@ -46,26 +39,6 @@ def scratch_name(step: int, kind: str) -> str:
     return f"{step_name(step)}.{kind}-{uuid.uuid4().hex}"
 
 
-def committed(directory: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything named like a checkpoint, newest first, good or not.
-
-    Raises CheckpointError when the folder is there and cannot be read: a run never starts anew by accident.
-    """
-    found = [(m, path) for path in _entries(directory) if (m := CHECKPOINT_NAME.fullmatch(path.name))]
-    return sorted(((int(m[1]), path) for m, path in found), reverse=True)
-
-
-def _entries(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except FileNotFoundError as error:
-        if directory.is_symlink():
-            raise CheckpointError(f"{directory} is a link that leads nowhere: repair or remove it") from error
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
-
-
 def newest_good(directory: Path, unfit: Unfit | None = None) -> Path | None:
     """The newest checkpoint whose every byte is verified, or None when the folder holds none at all.
 
@@ -85,10 +58,7 @@ def newest_good(directory: Path, unfit: Unfit | None = None) -> Path | None:
         if rank() == 0:
             logger.warning("checkpoint %s is passed over: %s", path.name, reason)
     if reasons:
-        raise CheckpointError(
-            f"{directory}: none of the {len(reasons)} checkpoints can be used; the newest: {reasons[0]}. "
-            "Restore one, or move the folder away to start again"
-        )
+        raise none_usable(directory, len(reasons), reasons[0])
     return None
 
 
@@ -133,7 +103,7 @@ def clear_leftovers(directory: Path) -> None:
 
     A checkpoint that was set aside for a newer one of the same step comes back when that never arrived.
     """
-    for path in _entries(directory):
+    for path in entries(directory):
         replaced = _REPLACED.fullmatch(path.name)
         try:
             if replaced and not (directory / replaced[1]).exists():
@@ -156,20 +126,13 @@ def prune(directory: Path, *, keep: int) -> list[str]:
     Returns the names of the deleted folders. Only complete ones count towards ``keep``; a damaged one goes
     once it is older than all that are kept. Only one rank.
     """
-    complete = {}
-    for step, path in committed(directory):
-        try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest)
-        except CheckpointError:
-            continue
-        complete[step] = manifest
-    newest = sorted(complete, reverse=True)[: max(2, keep)]
+    manifests = {step: manifest for step, _, manifest in complete(directory)}
+    newest = sorted(manifests, reverse=True)[: max(2, keep)]
     if len(newest) < max(2, keep):
         return []
     deleted = []
     for step, path in committed(directory):
-        if step < newest[-1] and not (step in complete and complete[step].milestone):
+        if step < newest[-1] and not (step in manifests and manifests[step].milestone):
             # Renamed first: half a checkpoint must not bear a checkpoint's name.
             going = directory / scratch_name(step, "pruned")
             path.rename(going)

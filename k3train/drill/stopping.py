@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.config.schema import Run
 from k3train.drill.bench import Bench, Outcome, read_trained
 from k3train.drill.kills import FIRST_RANK_ONLY

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import CheckpointError, check_files, read_manifest
 
 

@@ -31,6 +31,8 @@ def print_balance(run_dir: Path, console: Console, *, last: int, bins: int | Non
         what = "is empty" if path.is_file() else "does not exist"
         raise BadInput(f"{path} {what}: give the directory of a run that has trained")
     records = layer_records(path)
+    if not records and next(read_records(path), None) is None:
+        raise BadInput(f"{path} holds no record: nothing has been trained, or the file is damaged")
     if not records:
         raise BadInput(f"{run_dir} has no record of balance by layer: set monitor.balance.layers_every_steps")
     saved = list(read_saved(run_dir))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from k3train.checkpoint.agree import on_first_rank
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import CheckpointError, write_durably
 from k3train.config.json_file import read_json

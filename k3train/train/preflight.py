@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from k3train.checkpoint.fit import misfit
+from k3train.checkpoint.listing import last_trained
 from k3train.checkpoint.manifest import CheckpointError, check_sizes, read_manifest
 from k3train.checkpoint.trust import check_trusted
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Run
-from k3train.config.trained import last_trained, settings_of
+from k3train.config.trained import settings_of
 from k3train.optim.memory import check_memory
 from k3train.optim.rules import assignments
 

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.train.failure import forget_failures, read_failures
 from k3train.train.health import unhealthy
 from k3train.train.signals import (

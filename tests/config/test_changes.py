@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from k3train.checkpoint.listing import last_trained
 from k3train.config.build import to_plain
 from k3train.config.compare import compare, describe, differences, settle, tokens_of
 from k3train.config.compose import load_resolved, to_yaml
@@ -19,9 +19,10 @@ from k3train.config.identity import KINDS, Kind, covers, kind_of
 from k3train.config.keys import flattened, follow
 from k3train.config.problems import BadInput, ConfigError
 from k3train.config.rules import check
-from k3train.config.trained import MANIFEST, TRAIN_STATE, Trained, last_trained
+from k3train.config.trained import TRAIN_STATE, Trained
 from tests.config.trees import four_stage_run
 from tests.history import read_history
+from tests.saved import save_checkpoint, seal
 
 STAGE = "curriculum.stages.s2048"
 MIXES = {f"curriculum.stages.{name}.mix": {"code": 1.0} for name in ("s256", "s2048", "s8192", "s32768")}
@@ -203,10 +204,7 @@ def test_going_on_with_another_run_is_refused_with_both_values(tmp_path: Path) -
 
 def checkpoint(folder: Path, step: int, settings: object) -> Path:
     """What a start reads of a checkpoint."""
-    path = folder / "checkpoints" / f"step_{step:08d}"
-    path.mkdir(parents=True)
-    (path / TRAIN_STATE).write_text(json.dumps({"train": {"settings": settings}}))
-    return path
+    return save_checkpoint(folder, step, {"settings": settings})
 
 
 def test_the_checkpoint_says_what_was_trained_and_nothing_is_written_before_it_is_asked(
@@ -236,7 +234,9 @@ def test_a_checkpoint_without_readable_settings_tells_its_step_only(tmp_path: Pa
     older = checkpoint(tmp_path, 3, to_plain(four_stage_run({"seed": 9})))
     for step, settings in ((5, {"sed": 1}), (6, None)):
         checkpoint(tmp_path, step, settings)
-    (checkpoint(tmp_path, 7, None) / TRAIN_STATE).write_bytes(b"\xff")
+    unreadable = checkpoint(tmp_path, 7, None)
+    (unreadable / TRAIN_STATE).write_bytes(b"\xff")
+    seal(unreadable, 7)
     found = last_trained(tmp_path)
     assert (found.steps, found.checkpoint) == (7, older)
     assert found.settings is not None
@@ -244,14 +244,33 @@ def test_a_checkpoint_without_readable_settings_tells_its_step_only(tmp_path: Pa
 
 
 def test_a_checkpoint_under_another_step_s_name_is_refused(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 99, None)
-    (path / TRAIN_STATE).write_text(json.dumps({"train": {"step": 6}}))
-    assert last_trained(tmp_path).steps == 99  # a damaged file, which a start finds and passes over
-    (path / MANIFEST).write_text(json.dumps({"step": 6}))
+    path = seal(checkpoint(tmp_path, 99, None), 6)
     with pytest.raises(BadInput, match=f"{path} holds step 6, not 99 as its name says"):
         last_trained(tmp_path)
     path.rename(path.with_name("step_00000006"))
     assert last_trained(tmp_path).steps == 6
+
+
+def cut(checkpoint: Path) -> None:
+    file = checkpoint / TRAIN_STATE
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_the_newest_complete_checkpoint_counts_and_stray_names_do_not(tmp_path: Path) -> None:
+    settings = to_plain(four_stage_run())
+    for step in (9, 10):
+        save_checkpoint(tmp_path, step, {"settings": settings, "tokens": 1024 * step})
+    folder = tmp_path / "checkpoints"
+    (folder / "step_00000098").mkdir()
+    (folder / "step_00000099").write_text("x")
+    found = last_trained(tmp_path)
+    assert (found.steps, found.tokens, found.checkpoint) == (10, 10240, folder / "step_00000010")
+    cut(folder / "step_00000010")
+    found = last_trained(tmp_path)
+    assert (found.steps, found.tokens, found.checkpoint) == (9, 9216, folder / "step_00000009")
+    cut(folder / "step_00000009")
+    with pytest.raises(BadInput, match=r"none of the 4 checkpoints can be used; the newest: .*step_00000099"):
+        last_trained(tmp_path)
 
 
 def test_a_change_to_a_run_that_has_ended_is_said_and_not_written(tmp_path: Path) -> None:

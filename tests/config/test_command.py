@@ -14,6 +14,7 @@ import pytest
 from k3train.__main__ import VERBS, main
 from k3train.config.compose import compose, save_resolved
 from k3train.curriculum.stages import stage_table
+from tests.saved import save_checkpoint
 from tests.train.runs import make_corpus
 
 
@@ -197,7 +198,7 @@ def test_train_does_not_turn_one_run_into_another(
     old = compose([f"dir={tmp_path}", *corpus])
     save_resolved(old, tmp_path / "run.yaml")
     second = stage_table(old)[1].start_step + 1
-    (tmp_path / "checkpoints" / f"step_{second:08d}").mkdir(parents=True)
+    save_checkpoint(tmp_path, second)
     before = (tmp_path / "run.yaml").read_bytes()
     changes = ["seed=9", "curriculum.stages.s2048.batch_tokens=16384", "optim.beta2=0.99"]
     assert main(["train", f"dir={tmp_path}", *corpus, *changes]) == 2

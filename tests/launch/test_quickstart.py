@@ -16,6 +16,7 @@ import pytest
 
 from k3train.config.compose import compose, save_resolved
 from k3train.curriculum.stages import stage_table
+from tests.saved import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,8 @@ shift 2
 echo "$*" >> "{log}"
 case "$1" in
   train)
-    mkdir -p "{dir}/checkpoints/step_{last}"
+    mkdir -p "{dir}/checkpoints"
+    cp -r "{dir}/../checkpoints/step_{last}" "{dir}/checkpoints"
     cp "{dir}/../run.yaml" "{dir}"
     echo '{{"kind": "event", "event": "done", "attempt": 1}}' > "{dir}/metrics.jsonl"
     exit "${{TRAIN_CODE:-0}}" ;;
@@ -45,6 +47,7 @@ class Quickstart:
         save_resolved(run, folder / "run.yaml")
         last = stage_table(run)[-1].end_step
         self.last = f"{last:08d}"
+        save_checkpoint(folder, last)
         python = self.venv / "bin/python"
         python.parent.mkdir(parents=True)
         python.write_text(
@@ -101,7 +104,7 @@ def test_a_new_run_builds_trains_summarises_and_samples_and_a_finished_one_is_no
 
 
 def test_an_interrupted_run_goes_on(quickstart: Quickstart) -> None:
-    (quickstart.dir / "checkpoints/step_00000003").mkdir(parents=True)
+    save_checkpoint(quickstart.dir, 3)
     shutil.copy(quickstart.dir.parent / "run.yaml", quickstart.dir)
     code, output, calls = quickstart()
     assert code == 0, output

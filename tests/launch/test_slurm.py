@@ -6,7 +6,6 @@ torch's elastic agent are real.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from k3train.config.compose import load_resolved
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Cluster, Device, Run
 from tests.launch.stand_ins import PATIENCE, SBATCH, SCONTROL, SRUN
+from tests.saved import save_checkpoint
 
 
 def run_of(**cluster: object) -> Run:
@@ -321,10 +321,7 @@ def test_submitting_writes_what_the_job_reads_and_refuses_to_mix_two_runs(
 
     assert slurm.main(["experiment=debug", "name=one", "monitor.console_every_steps=3", "--submit"]) == 0
     assert "monitor.console_every_steps: 10 -> 3" in capsys.readouterr().out
-    saved = folder / "checkpoints" / "step_00000001"
-    saved.mkdir(parents=True)
-    trained = {"train": {"settings": to_plain(load_resolved(folder / "run.yaml"))}}
-    (saved / "train_state.json").write_text(json.dumps(trained))
+    save_checkpoint(folder, 1, {"settings": to_plain(load_resolved(folder / "run.yaml"))})
     assert slurm.main(["experiment=debug", "name=one", "seed=99", "--submit"]) == 2
     assert "seed = 99 was 1234" in capsys.readouterr().err
     assert cluster.asked().count("sbatch") == 4

@@ -13,6 +13,7 @@ from rich.console import Console
 from k3train.config.compose import compose, save_resolved
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table
+from tests.saved import save_checkpoint
 
 
 @pytest.fixture
@@ -82,11 +83,30 @@ def test_the_state_comes_from_the_newest_complete_checkpoint(run: Run) -> None:
     assert summary.state(run) == "new"
     (folder / "step_00000054.tmp-abc").mkdir(parents=True)
     assert summary.state(run) == "new"
-    (folder / "step_00000009").mkdir()
+    nine = save_checkpoint(Path(run.dir), 9)
     assert summary.state(run) == "interrupted"
-    (folder / f"step_{stage_table(run)[-1].end_step:08d}").mkdir()
+    last = save_checkpoint(Path(run.dir), stage_table(run)[-1].end_step)
     assert summary.state(run) == "finished"
-    assert summary.checkpoints(Path(run.dir))[0].name == "step_00000009"
+    assert summary.checkpoints(Path(run.dir)) == [nine, last]
+
+
+def test_a_checkpoint_that_is_not_complete_is_neither_listed_nor_counted(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(run.dir)
+    save_resolved(run, folder / "run.yaml")
+    write(run, evaluation(0, 256, 8.25))
+    stray = folder / "checkpoints" / f"step_{stage_table(run)[-1].end_step:08d}"
+    stray.mkdir(parents=True)
+    for words in ([str(folder)], [str(folder), "--state"]):
+        assert summary.main(words) == 2
+        assert f"none of the 1 checkpoints can be used; the newest: {stray}" in capsys.readouterr().err
+    nine = save_checkpoint(folder, 9)
+    assert summary.main([str(folder)]) == 0
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert f"{run.name}: interrupted" in shown
+    assert f"checkpoint  {nine}" in shown
+    assert str(stray) not in shown
 
 
 def test_the_table_names_every_stage_and_file(run: Run) -> None:
@@ -108,7 +128,7 @@ def test_the_run_s_own_settings_count_not_those_that_lead_to_its_folder(
     save_resolved(run, tmp_path / "run" / "run.yaml")
     plans = stage_table(run)
     write(run, *(step(number + 1, plans[0].name, 1.0) for number in range(plans[0].steps)))
-    (tmp_path / "run" / "checkpoints" / f"step_{plans[-1].end_step:08d}").mkdir(parents=True)
+    save_checkpoint(tmp_path / "run", plans[-1].end_step)
     moved = tmp_path / "moved"
     (tmp_path / "run").rename(moved)
     for words in ([f"dir={moved}", "name=other"], [str(moved)]):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from k3train.checkpoint.folder import LATEST, clear_leftovers, committed, newest_good, step_name, verify
+from k3train.checkpoint.folder import LATEST, clear_leftovers, newest_good, step_name, verify
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import CheckpointNotWritten, read_manifest
 from k3train.checkpoint.save import PendingSave, Save, begin_save, save_checkpoint
 from k3train.config.schema import Parallel, Precision

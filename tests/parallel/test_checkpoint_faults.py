@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from k3train.checkpoint.folder import clear_leftovers, committed, newest_good, step_name, verify
+from k3train.checkpoint.folder import clear_leftovers, newest_good, step_name, verify
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.checkpoint.manifest import CheckpointError, digest_file, read_manifest, write_manifest
 from k3train.checkpoint.save import Save, save_checkpoint

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed, last_trained
 from k3train.checkpoint.load import read_train_state
 from k3train.config.compare import settle
 from k3train.config.compose import compose
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Checkpoint, Curriculum, Mtp, Run, Stage, StageLearningRate, StageParallel
-from k3train.config.trained import Trained, last_trained
+from k3train.config.trained import Trained
 from k3train.curriculum.stages import stage_table
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
 from tests.history import read_history
@@ -120,6 +120,22 @@ def test_a_run_is_edited_under_way_and_its_past_stays(tmp_path: Path) -> None:
     start = [e for e in records(reseeded, "event") if e["event"] == "start"][-1]
     assert start["detail"]["override"] == ["seed"]
     assert start["detail"]["changed_versions"] == {}
+
+
+def test_a_finished_run_whose_last_checkpoint_is_cut_trains_its_last_steps_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, curriculum=_two_stages(4, None), checkpoint=Checkpoint(every_steps=3))
+    settle(run, tmp_path / "run" / "run.yaml", Trained())
+    assert train_run(run) == [0]
+    (newest, path), (older, _) = committed(tmp_path / "run" / "checkpoints")
+    file = next(path.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+    changed = replace(run, optim=replace(run.optim, weight_decay=0.2))
+    settled = settle(changed, tmp_path / "run" / "run.yaml", last_trained(tmp_path / "run"))
+    assert (settled.all_trained, [each.key for each in settled.accepted]) == (0, ["optim.weight_decay"])
+    assert train_run(changed) == [0]
+    steps = [record["step"] for record in records(changed, "step")]
+    assert steps == [*range(1, newest + 1), *range(older + 1, newest + 1)]
+    assert last_trained(tmp_path / "run").steps == newest
 
 
 def test_a_stage_goes_on_with_another_batch_where_it_stands(tmp_path: Path) -> None:

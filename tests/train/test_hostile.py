@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from k3train.__main__ import main as k3train
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from k3train.config.compose import save_resolved, to_yaml
 from k3train.config.schema import Checkpoint, Run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import read_manifest
 from k3train.checkpoint.stage import TRAIN_STATE
 from k3train.config.schema import Checkpoint, Guards, Offload, Optim, Optimizer, QkClip, Run

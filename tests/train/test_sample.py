@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from k3train.__main__ import main as k3train
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import digest_file, read_manifest, write_manifest
 from k3train.checkpoint.stage import rng_file
 from k3train.config.compose import save_resolved

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from k3train.checkpoint.folder import committed
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import read_manifest
 from k3train.checkpoint.stage import TRAIN_STATE
 from k3train.config.problems import Unavailable

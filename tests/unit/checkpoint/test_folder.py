@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from k3train.checkpoint import folder, manifest
-from k3train.checkpoint.folder import clear_leftovers, committed, newest_good, prune, step_name, verify
+from k3train.checkpoint.folder import clear_leftovers, newest_good, prune, step_name, verify
+from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import CheckpointError, Manifest, digest_file, read_manifest, write_manifest
 from tests.damage import DAMAGE, OTHER
 

@@ -141,6 +141,18 @@ def test_bins_without_a_histogram_are_refused_before_anything_is_printed(
     assert capsys.readouterr().out == ""
 
 
+def test_a_file_without_a_record_is_damaged_and_one_without_balance_lacks_a_setting(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"kind": "st')
+    with pytest.raises(
+        BadInput, match=f"{metrics} holds no record: nothing has been trained, or the file is"
+    ):
+        print_balance(tmp_path, Console(), last=9, bins=None)
+    metrics.write_text(record(1).replace("balance", "step") + "\n")
+    with pytest.raises(BadInput, match=r"set monitor\.balance\.layers_every_steps"):
+        print_balance(tmp_path, Console(), last=9, bins=None)
+
+
 def test_steps_of_a_rule_without_a_histogram_are_replayed_beside_others(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(record(1, **dict.fromkeys(COLUMNS, 1.0)) + "\n")
     save_step(tmp_path, 1, 0, saved_step(statistics=np.zeros((2, 4, 0), int)))
