@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from k3train.config.problems import BadInput, ConfigError, ConfigProblem, Unavailable
+from k3train.config.problems import REFUSALS, ConfigError, ConfigProblem, refusal
 
 DONE, UNEXPECTED, BAD_INPUT, ENVIRONMENT, STOPPED = 0, 1, 2, 3, 75
 
@@ -246,12 +246,10 @@ def _run(verb: Callable[[list[str]], int], arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return UNEXPECTED
-    except (Unavailable, BadInput) as error:
-        print(error, file=sys.stderr)
-        return ENVIRONMENT if isinstance(error, Unavailable) else BAD_INPUT
-    except OSError as error:
-        print(f"{error.filename or 'the output cannot be written'}: {error.strerror}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, FileNotFoundError) else ENVIRONMENT
+    except REFUSALS as error:
+        sentence, code = refusal(error)
+        print(sentence, file=sys.stderr)
+        return code
     except KeyboardInterrupt:
         if verb is not train:
             raise

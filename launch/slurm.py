@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,10 @@ from shlex import quote
 from k3train.checkpoint.listing import last_trained
 from k3train.config.compare import describe, settle
 from k3train.config.compose import compose
-from k3train.config.problems import ConfigError, ConfigProblem
+from k3train.config.problems import REFUSALS, ConfigError, ConfigProblem, Unavailable, refusal
 from k3train.config.schema import Cluster, Device, Run
 from k3train.config.secrets import HIDDEN, redact
+from k3train.train.claim import claimed
 from k3train.train.preflight import check_run
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch")
@@ -147,26 +149,26 @@ def _refuse_odd_grace(cluster: Cluster, seconds: int) -> None:
     raise ConfigError([ConfigProblem("--grace-seconds", seconds, rule, fix, "slurm.grace")])
 
 
-def submit(run: Run, script: str, folder: Path) -> int:
+def submit(run: Run, script: str) -> int:
     """Write the resolved run and the job script to the run's folder and hand the script to sbatch.
 
-    Raises ConfigError when the folder holds another run.
+    Raises BadInput when the folder is in use or holds another run, and Unavailable without sbatch or when the
+    folder cannot be written.
     """
-    run_dir = folder / run.dir
-    changes = settle(run, run_dir / RESOLVED, last_trained(run_dir))
-    for line in describe(changes):
-        print(line)
-    if changes.all_trained:
-        return 0
-    job = run_dir / JOB
-    job.write_text(script)
-    try:
-        return subprocess.run(["sbatch", str(job)], check=False).returncode
-    except FileNotFoundError:
-        print(
-            f"sbatch is not on this machine: run it where Slurm is: sbatch {quote(str(job))}", file=sys.stderr
+    if shutil.which("sbatch") is None:
+        raise Unavailable(
+            "sbatch is not on this machine: submit where Slurm is, or leave --submit out to see the job"
         )
-        return 3
+    run_dir = Path(run.dir).absolute()
+    job = run_dir / JOB
+    with claimed(run):  # until the job can start, whose rank 0 claims it for as long as it trains
+        changes = settle(run, run_dir / RESOLVED, last_trained(run_dir))
+        for line in describe(changes):
+            print(line)
+        if changes.all_trained:
+            return 0
+        job.write_text(script)
+    return subprocess.run(["sbatch", str(job)], check=False).returncode
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -202,10 +204,11 @@ def main(arguments: list[str]) -> int:
             folder=folder,
         )
         if options.submit:
-            return submit(run, script, folder)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+            return submit(run, script)
+    except REFUSALS as error:
+        sentence, code = refusal(error)
+        print(sentence, file=sys.stderr)
+        return code
     print(script, end="")
     return 0
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from k3train.checkpoint.listing import committed, complete, last_trained
 from k3train.config.compare import tokens_of
 from k3train.config.compose import compose, load_resolved
-from k3train.config.problems import BadInput
+from k3train.config.problems import REFUSALS, BadInput, refusal
 from k3train.config.schema import Run
 from k3train.config.trained import CHECKPOINTS
 from k3train.curriculum.stages import StagePlan, stage_table, total_tokens
@@ -168,12 +168,10 @@ def main(arguments: list[str]) -> int:
             print(state(load(folder)) if committed(folder / CHECKPOINTS) else "new", folder)
         else:
             print_summary(load(folder), Console())
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 3
+    except REFUSALS as error:
+        sentence, code = refusal(error)
+        print(sentence, file=sys.stderr)
+        return code
     return 0
 
 

@@ -26,8 +26,9 @@ from types import FrameType
 import slurm
 
 from k3train.config.compose import compose
-from k3train.config.problems import ConfigError, ConfigProblem, shown
+from k3train.config.problems import REFUSALS, ConfigError, ConfigProblem, refusal, shown
 from k3train.config.schema import Device, Run
+from k3train.train.claim import cannot_write
 from k3train.train.preflight import check_run
 
 STOPPED = 75
@@ -142,8 +143,12 @@ def run_here(sweep: list[Point], config_dir: str | None, jobs: int) -> int:
                 number, point = waiting.pop(0)
                 output = Path(f"{point.run.dir}.log") if jobs > 1 else None
                 print(f"== {number}/{len(sweep)} {point.name} in {output or point.run.dir}", flush=True)
-                running[point.name] = start(point, config_dir, output)
-            codes.update(ended(running))
+                try:
+                    running[point.name] = start(point, config_dir, output)
+                except OSError as error:
+                    sentence, codes[point.name] = refusal(cannot_write(point.run, error))
+                    print(sentence, file=sys.stderr)
+            codes.update(ended(running) if running else {})
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -199,7 +204,7 @@ def submit(sweep: list[Point], options: argparse.Namespace) -> int:
         )
         if not options.submit:
             print(script)
-        elif code := slurm.submit(point.run, script, folder):
+        elif code := slurm.submit(point.run, script):
             return code
     if options.submit:
         print(look(sweep))
@@ -232,9 +237,10 @@ def main(arguments: list[str]) -> int:
             print("\n".join(f"{point.run.dir}  {' '.join(point.overrides)}" for point in sweep))
             return 0
         return submit(sweep, options) if options.slurm else run_here(sweep, options.config_dir, options.jobs)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    except REFUSALS as error:
+        sentence, code = refusal(error)
+        print(sentence, file=sys.stderr)
+        return code
 
 
 if __name__ == "__main__":

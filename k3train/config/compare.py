@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,7 +90,8 @@ def settle(run: Run, path: Path, trained: Trained) -> Changes:
 
     Changes are also written to the run's history. When all is ``trained``, before and with them, the file
     stays as it is: they would train nothing. Raises ConfigError, and writes nothing, when what is trained is
-    another run's: another model or seed, or anything else that decided what the steps were trained on. The
+    another run's: another model or seed, or anything else that decided what the steps were trained on.
+    Raises OSError, with the file and both as they were, when the disk takes the file or the history not. The
     checkpoint's own settings say what that was; the file does where they cannot be read.
     """
     if trained.settings is not None and trained.checkpoint is not None:
@@ -113,8 +115,8 @@ def settle(run: Run, path: Path, trained: Trained) -> Changes:
         name: {each.key: [each.old, each.new] for each in group}
         for name, group in (("changed", changes.accepted), ("overridden", changes.overridden))
     }
-    history.record(path.parent, "settings", step=trained.steps, **told)
-    replace_resolved(run, path)
+    recorded = partial(history.record, path.parent, "settings", step=trained.steps, **told)
+    replace_resolved(run, path, first=recorded)
     return changes
 
 

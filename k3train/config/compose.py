@@ -10,6 +10,8 @@ Ranks never compose. The launcher composes once and writes the resolved file; ra
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -23,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from k3train.config.build import Builder, to_plain
-from k3train.config.durable import sync_folder
+from k3train.config.durable import naming, sync_folder
 from k3train.config.experiment import experiment_problems
 from k3train.config.files import read_mapping, unsafe_content
 from k3train.config.keys import closest_word
@@ -93,21 +95,25 @@ def save_resolved(run: Run, path: str | Path) -> None:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _write_beside(run, target)
-    try:
-        os.link(partial, target)
-    except FileExistsError:
-        if load_resolved(target) != run:
-            raise
-    finally:
-        partial.unlink()
+    with _written_beside(run, target) as partial:
+        try:
+            os.link(partial, target)
+        except FileExistsError:
+            if load_resolved(target) != run:
+                raise
     sync_folder(target.parent)
 
 
-def replace_resolved(run: Run, path: str | Path) -> None:
-    """Write the whole Run as YAML in the place of an older file, whole or not at all."""
+def replace_resolved(run: Run, path: str | Path, *, first: Callable[[], object] = lambda: None) -> None:
+    """Write the whole Run as YAML in the place of an older file, whole or not at all.
+
+    ``first`` is called when the new file is on the disk and not yet in its place; when it raises, the older
+    one stays. Raises OSError with the file's name.
+    """
     target = Path(path)
-    os.replace(_write_beside(run, target), target)
+    with _written_beside(run, target) as partial:
+        first()
+        os.replace(partial, target)
     sync_folder(target.parent)
 
 
@@ -178,10 +184,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _write_beside(run: Run, target: Path) -> Path:
+@contextmanager
+def _written_beside(run: Run, target: Path) -> Generator[Path]:
+    """The resolved file under another name beside ``target``, gone again in the end."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(to_yaml(run))
-        file.flush()
-        os.fsync(file.fileno())
-    return partial
+    try:
+        with naming(target), partial.open("w", encoding="utf-8") as file:
+            file.write(to_yaml(run))
+            file.flush()
+            os.fsync(file.fileno())
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from k3train.config.durable import append_line
 from k3train.config.problems import BadInput
 
 HISTORY = "history.jsonl"
@@ -17,14 +18,11 @@ RUN_ID = "run_id"
 
 
 def record(run_dir: Path, event: str, **detail: Any) -> None:
-    """Append one durable line of JSON data to the run's history. One process at a time."""
+    """Append one durable line of JSON data to the run's history. One process at a time. Raises OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = json.dumps({"time": when, "event": event, **detail})
-    with (run_dir / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(run_dir / HISTORY, line)
 
 
 def run_id(run_dir: Path) -> str:

@@ -61,6 +61,18 @@ class ConfigError(BadInput):
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 
+REFUSALS = (BadInput, Unavailable, OSError)
+"""What ends a program with a sentence."""
+
+
+def refusal(error: BadInput | Unavailable | OSError) -> tuple[str, int]:
+    """The sentence for the user and the exit code: 2 for what was given, 3 for what this machine lacks."""
+    if isinstance(error, OSError):
+        sentence = f"{error.filename or 'the output cannot be written'}: {error.strerror}"
+        return sentence, 2 if isinstance(error, FileNotFoundError) else 3
+    return str(error), 3 if isinstance(error, Unavailable) else 2
+
+
 def shown(value: object, limit: int = 80) -> str:
     """Value as the user would type it, on one line and cut at ``limit`` characters."""
     text = _spelled(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from k3train.config.schema import Run
 from k3train.monitor.metrics_file import METRICS, read_records
-from k3train.train.signals import STOP_FILE
+from k3train.train.claim import STOP_FILE
 
 
 @contextlib.contextmanager

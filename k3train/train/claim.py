@@ -16,10 +16,12 @@ from k3train.config import history
 from k3train.config.problems import ConfigError, ConfigProblem, Unavailable
 from k3train.config.schema import Run
 from k3train.monitor.metrics_file import METRICS
-from k3train.train.signals import STOP_FILE
 
 LOCK = "lock"
 """File in the run's folder that is locked while the run is in use. Its content only says by whom."""
+
+STOP_FILE = "STOP"
+"""File in the run's folder that asks the run to stop: launchers make it, rank 0 looks for it."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -38,7 +40,7 @@ def claimed(run: Run) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise _cannot_write(run, error) from error
+        raise cannot_write(run, error) from error
     try:
         _lock(run, path, handle)
         _check_writable(run)
@@ -64,7 +66,7 @@ def _lock(run: Run, path: Path, handle: int) -> None:
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         os.fsync(handle)
     except OSError as error:
-        raise _cannot_write(run, error) from error
+        raise cannot_write(run, error) from error
 
 
 def _check_writable(run: Run) -> None:
@@ -72,17 +74,18 @@ def _check_writable(run: Run) -> None:
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise _cannot_write(run, OSError(error.errno, error.strerror, str(folder))) from error
+        raise cannot_write(run, OSError(error.errno, error.strerror, str(folder))) from error
     for name in (METRICS, history.HISTORY):
         path = folder / name
         try:
             if path.exists():
                 path.open("ab").close()
         except OSError as error:
-            raise _cannot_write(run, error) from error
+            raise cannot_write(run, error) from error
 
 
-def _cannot_write(run: Run, error: OSError) -> Unavailable:
+def cannot_write(run: Run, error: OSError) -> Unavailable:
+    """That the run's folder, or a file that belongs to the run, cannot be made or written, and what to do."""
     return Unavailable(
         f"dir = {run.dir} cannot hold the run: {error.strerror} ({error.filename or run.dir}); "
         "give dir a folder that can be made and written, on a disk with room"

@@ -14,7 +14,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from k3train.config.schema import Run
 from k3train.faults import plan_from_environment
-from k3train.train.signals import END_TIME, STOP_FILE
+from k3train.train.claim import STOP_FILE
+from k3train.train.signals import END_TIME
 from k3train.train.supervisor import NO_LOGS, Policy, supervise
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from k3train.checkpoint.trust import owned_by_us
 from k3train.config.schema import Run
+from k3train.train.claim import STOP_FILE
 
 EXIT_DONE = 0
 EXIT_UNEXPECTED = 1
@@ -29,9 +30,6 @@ EXIT_HUNG = 18
 """A section took far too long; the stacks of all ranks lie in the run's folder. Start again."""
 EXIT_STOPPED = 75
 """The run was asked to stop, has saved, and goes on when it is started again (sysexits' EX_TEMPFAIL)."""
-
-STOP_FILE = "STOP"
-"""Name of the file in the run directory that asks a run to stop: launchers make it, rank 0 looks for it."""
 
 END_TIME = "K3TRAIN_END_TIME"
 """Environment variable: the second since 1970 at which ranks must have ended, however often they start."""

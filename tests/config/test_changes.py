@@ -21,6 +21,7 @@ from k3train.config.problems import BadInput, ConfigError
 from k3train.config.rules import check
 from k3train.config.trained import TRAIN_STATE, Trained
 from tests.config.trees import four_stage_run
+from tests.full_disk import files_end_at
 from tests.history import read_history
 from tests.saved import save_checkpoint, seal
 
@@ -287,6 +288,26 @@ def test_a_change_to_a_run_that_has_ended_is_said_and_not_written(tmp_path: Path
     longer = four_stage_run({"curriculum.stages.s32768.tokens": 98_304})
     assert settle(longer, path, ended).all_trained == 0
     assert load_resolved(path) == longer
+
+
+@pytest.mark.parametrize("full", ["run.yaml", "history.jsonl"])
+def test_on_a_full_disk_a_change_leaves_no_trace_and_the_file_is_named(tmp_path: Path, full: str) -> None:
+    path, history = tmp_path / "run.yaml", tmp_path / "history.jsonl"
+    settle(four_stage_run(), path, Trained())
+    room = path.stat().st_size + 1000
+    history.write_text("{}\n" + " " * (room - 10) + "\n" if full == "history.jsonl" else "{}\n")
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    with files_end_at(room if full == "history.jsonl" else 1000), pytest.raises(OSError, match=full) as error:
+        settle(four_stage_run({"seed": 9}), path, Trained())
+    assert error.value.filename == str(tmp_path / full)
+    assert error.value.strerror == "File too large"
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def test_a_first_start_on_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    with files_end_at(1000), pytest.raises(OSError, match=r"run\.yaml"):
+        settle(four_stage_run(), tmp_path / "run.yaml", Trained())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_override_is_accepted_and_recorded(tmp_path: Path) -> None:

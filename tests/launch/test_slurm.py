@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from k3train.config.build import to_plain
 from k3train.config.compose import load_resolved
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Cluster, Device, Run
+from k3train.train.claim import LOCK, claimed
 from tests.launch.stand_ins import PATIENCE, SBATCH, SCONTROL, SRUN
 from tests.saved import save_checkpoint
 
@@ -325,6 +326,47 @@ def test_submitting_writes_what_the_job_reads_and_refuses_to_mix_two_runs(
     assert slurm.main(["experiment=debug", "name=one", "seed=99", "--submit"]) == 2
     assert "seed = 99 was 1234" in capsys.readouterr().err
     assert cluster.asked().count("sbatch") == 4
+
+
+@pytest.fixture
+def submit(cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Submit a run from the cluster's folder."""
+    monkeypatch.chdir(cluster.folder)
+    monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_LOG", str(cluster.log))
+    return lambda *words: slurm.main(["experiment=debug", "device=cpu", *words, "--submit"])
+
+
+def test_a_run_that_is_in_use_is_not_submitted_and_stays_as_it_is(
+    cluster: FakeSlurm, submit: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit("name=one") == 0
+    folder = Path("runs/one")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK}
+    cluster.log.write_text("")
+    with claimed(Run(dir=str(folder))):
+        assert submit("name=one", "optim.weight_decay=0.3") == 2
+    assert f"dir = {folder} is in use by process {os.getpid()} on" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOCK} == before
+    assert cluster.asked() == ""
+
+
+def test_without_sbatch_nothing_is_written(
+    cluster: FakeSlurm, submit: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cluster.bin / "sbatch").unlink()
+    assert submit("name=one") == 3
+    assert "sbatch is not on this machine: submit where Slurm is" in capsys.readouterr().err
+    assert not Path("runs/one").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    submit: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/x"):
+        assert submit(f"dir={tmp_path / folder}") == 3
+        assert f"dir = {tmp_path / folder} cannot hold the run: " in capsys.readouterr().err
 
 
 def test_printing_writes_nothing(

@@ -162,6 +162,19 @@ def test_jobs_run_side_by_side_and_print_into_files(stand_in: Path, tmp_path: Pa
     assert "waits for" not in output
 
 
+def test_points_whose_folder_cannot_be_made_fail_with_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["curriculum=short", "device=cpu", f"dir={tmp_path}/file/run", "seed=1,2", "--jobs", "2"]
+    assert sweep.main(words) == 3
+    out, err = capfd.readouterr()
+    for n in (1, 2):
+        assert f"dir = {tmp_path}/file/run-sweep/seed-{n} cannot hold the run: " in err
+        assert f"failed with code 3  {tmp_path}/file/run-sweep/seed-{n}" in out
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("options", "said"), [(["--jobs", "0"], "at least 1"), (["--jobs", "2", "--slurm"], "this machine")]
 )

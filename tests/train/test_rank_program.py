@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from k3train.config.compose import save_resolved
 from k3train.train.__main__ import describe, main
-from k3train.train.signals import STOP_FILE, StopRequest
+from k3train.train.claim import STOP_FILE
+from k3train.train.signals import StopRequest
 from tests.train.runs import make_run
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from k3train.config.schema import Cluster, Run
-from k3train.train.signals import END_TIME, STOP_FILE, StopRequest, seconds_left
+from k3train.train.claim import STOP_FILE
+from k3train.train.signals import END_TIME, StopRequest, seconds_left
 from tests.ranks import run_ranks
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
