@@ -28,6 +28,7 @@ def train(arguments: list[str]) -> int:
     from k3train.checkpoint.listing import last_trained
     from k3train.config.schema import Offload
     from k3train.data.preflight import check_data
+    from k3train.data.same_text import check_text_on_disk
     from k3train.train.claim import claimed
     from k3train.train.launch import launch
     from k3train.train.machine import check_machine
@@ -43,7 +44,9 @@ def train(arguments: list[str]) -> int:
     check_data(run)
     resolved = Path(run.dir) / "run.yaml"
     with claimed(run):  # rank 0 claims it again for as long as it trains
-        changes = settle(run, resolved, last_trained(resolved.parent))
+        trained = last_trained(resolved.parent)
+        check_text_on_disk(run, trained)
+        changes = settle(run, resolved, trained)
         for line in describe(changes):
             print(line, flush=True)
     if changes.all_trained:

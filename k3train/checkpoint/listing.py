@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,18 @@ def complete(directory: Path) -> Iterator[tuple[int, Path, Manifest]]:
 def last_trained(run_dir: Path) -> Trained:
     """What the newest complete checkpoints of the run in ``run_dir`` tell.
 
-    One whose settings cannot be read, or that another version of k3train wrote, tells its step and tokens
-    only. Raises CheckpointError when the folder cannot be read, or holds checkpoints of which none is
-    complete, as a start would; and BadInput when one is named for another step than it holds.
+    One whose settings cannot be read, or that another version of k3train wrote, tells the rest only. Raises
+    CheckpointError when the folder cannot be read, or holds checkpoints of which none is complete, as a start
+    would; and BadInput when one is named for another step than it holds.
     """
-    newest: tuple[int, Any] | None = None
+    newest: Trained | None = None
     for step, path, manifest in complete(run_dir / CHECKPOINTS):
         check_name(path, step, manifest.step)
-        newest = newest or (step, train_record(path).get("tokens"))
+        newest = newest or _position(step, train_record(path))
         if (settings := settings_of(path)) is not None:
-            return _trained(*newest, checkpoint=path, settings=settings)
+            return replace(newest, checkpoint=path, settings=settings)
     if newest is not None:
-        return _trained(*newest)
+        return newest
     if found := committed(run_dir / CHECKPOINTS):
         raise none_usable(run_dir / CHECKPOINTS, len(found), str(_look(found[0][1])))
     return Trained()
@@ -87,5 +88,12 @@ def _look(path: Path) -> Manifest | CheckpointError:
     return manifest
 
 
-def _trained(steps: int, tokens: object, **known: Any) -> Trained:
-    return Trained(steps=steps, tokens=tokens if isinstance(tokens, int) else None, **known)
+def _position(step: int, record: dict[str, Any]) -> Trained:
+    """What a checkpoint of ``step`` says of itself apart from its settings."""
+    tokens, data = record.get("tokens"), record.get("data")
+    corpora = data.get("corpora") if isinstance(data, dict) else None
+    return Trained(
+        steps=step,
+        tokens=tokens if isinstance(tokens, int) else None,
+        corpora=corpora if isinstance(corpora, dict) else {},
+    )

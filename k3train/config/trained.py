@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,8 @@ class Trained:
     """Of the newest complete checkpoint."""
     tokens: int | None = None
     """What that has trained; None where it does not say."""
+    corpora: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Hash of the text of each source that its stage drew from; empty where it does not say."""
     checkpoint: Path | None = None
     """The newest complete checkpoint whose settings can be read."""
     settings: Run | None = None

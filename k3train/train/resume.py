@@ -13,11 +13,11 @@ from k3train.checkpoint.manifest import CheckpointError
 from k3train.config import history
 from k3train.config.build import Builder, to_plain
 from k3train.config.compare import check_whole_steps, compare, identity_problems
-from k3train.config.identity import covers
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table, total_tokens
 from k3train.data.indexed import CorpusError
+from k3train.data.same_text import check_same_text
 from k3train.optim.schedule import bend
 from k3train.train.identity import same_on_every_rank, versions
 from k3train.train.progress import Progress
@@ -104,14 +104,7 @@ def check_text(setup: StageSetup, progress: Progress, state: dict[str, Any] | No
     others. Every rank must call this."""
     same_on_every_rank({"data": setup.data.fingerprint()})
     trained = {} if state is None else state.get("data", {})
-    for name, fingerprint in _corpora(setup).items():
-        path = f"data.sources.{name}.path"
-        if trained.get("corpora", {}).get(name, fingerprint) != fingerprint and not _overridden(setup, path):
-            raise CorpusError(
-                f"data.sources.{name}: {setup.run.data.sources[name].path} is not the text that this run was "
-                "trained on; restore it, start another run with another name, or accept it with "
-                f"resume.override=[{path}]."
-            )
+    check_same_text(setup.run, trained.get("corpora", {}), _corpora(setup))
     here = setup.data.positions(setup.plan.steps_done(progress.tokens))
     for name, position in trained.get("positions", {}).items():
         if here.get(name, position) != position and not setup.run.resume.override:
@@ -119,10 +112,6 @@ def check_text(setup: StageSetup, progress: Progress, state: dict[str, Any] | No
                 f"data.sources.{name}: this k3train would go on at {here[name]}, and the checkpoint was "
                 f"written at {position} (epoch, tokens, tokens given back): use the version that wrote it."
             )
-
-
-def _overridden(setup: StageSetup, key: str) -> bool:
-    return any(covers(group, key) for group in setup.run.resume.override)
 
 
 def _corpora(setup: StageSetup) -> dict[str, str]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from k3train.__main__ import VERBS, main
+from k3train.checkpoint.listing import last_trained
+from k3train.config.build import to_plain
 from k3train.config.compose import compose, save_resolved
 from k3train.curriculum.stages import stage_table
+from k3train.data.corpus import Corpus
+from k3train.data.same_text import check_text_on_disk
 from tests.saved import save_checkpoint
 from tests.train.runs import make_corpus
 
@@ -207,6 +213,38 @@ def test_train_does_not_turn_one_run_into_another(
     assert "curriculum.stages.s2048.batch_tokens = 16384 was 8192" in err
     assert "beta2" not in err
     assert (tmp_path / "run.yaml").read_bytes() == before
+
+
+def test_changed_text_is_refused_before_ranks_start_and_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: list[str]
+) -> None:
+    run = compose([f"dir={tmp_path / 'run'}", *corpus])
+    folder, (first, *rest) = Path(run.dir), list(run.data.sources)
+    save_resolved(run, folder / "run.yaml")
+    open_text = Corpus(tmp_path / "corpus", vocab_size=run.model.vocab_size)
+    known = dict.fromkeys((first, *rest), open_text.fingerprint)
+    open_text.close()
+    tokens = stage_table(run)[0].stage.batch_tokens
+    record = {"settings": to_plain(run), "tokens": tokens, "data": {"corpora": known}}
+    save_checkpoint(folder, 1, record)
+    check_text_on_disk(run, last_trained(folder))
+
+    shutil.rmtree(tmp_path / "corpus")
+    make_corpus(tmp_path / "corpus", documents=400, seed=3)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert main(["train", f"dir={folder}", *corpus, "optim.beta2=0.99"]) == 2
+    said = capsys.readouterr()
+    refused = f"data.sources.{first}: {tmp_path / 'corpus'} is not the text that this run was trained on"
+    assert refused in said.err
+    assert "changed since" not in said.out
+    after = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert {name: text for name, text in after.items() if name != "lock"} == before
+
+    run.resume.override = ["data.sources"]
+    check_text_on_disk(run, last_trained(folder))  # accepted
+    run.resume.override = []
+    through = replace(last_trained(folder), tokens=stage_table(run)[-1].end_tokens)
+    check_text_on_disk(run, through)  # nothing is drawn any more
 
 
 def test_run_directory_that_cannot_be_one_is_the_environments_fault(
