@@ -7,17 +7,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from k3train.config.problems import BadInput
 from k3train.data.corpus import Manifest, file_sha256, seal, verify
 from k3train.data.indexed import CorpusError
+from k3train.data.tokenizer import read_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; 2 with one sentence on stderr when a corpus is not what it should be, 3 when it cannot be
-    read or written."""
+    """Command line; 2 with one sentence on stderr when a corpus or the tokenizer is not what it should be, 3
+    when a corpus cannot be read or written."""
     parser = argparse.ArgumentParser(
         prog="python data/seal.py",
         description="Write the manifest and checksums of folders with tokens.bin and tokens.idx (Megatron's "
@@ -42,14 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             manifest = verify(folder) if options.verify else _seal(folder, options)
             print(f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, all hashes match")
-        except (CorpusError, OSError) as error:
+        except (BadInput, OSError) as error:
             print(error, file=sys.stderr)
-            code = max(code, 2 if isinstance(error, CorpusError) else 3)
+            code = max(code, 2 if isinstance(error, BadInput) else 3)
     return code
 
 
 def _seal(folder: Path, options: argparse.Namespace) -> Manifest:
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    tokenizer = read_tokenizer(options.tokenizer, f"--tokenizer {options.tokenizer}")
     special = {}
     for name in ("pad", "bos", "eod"):
         number = tokenizer.token_to_id(getattr(options, name))

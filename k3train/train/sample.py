@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from k3train.config.problems import BadInput
 from k3train.config.schema import Fp8, Parallel, Run
 from k3train.config.trained import CHECKPOINTS
 from k3train.data.corpus import read_manifest
+from k3train.data.tokenizer import read_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def sample(
@@ -59,17 +63,10 @@ def sample(
         stop_processes()
 
 
-def _tokenizer(run: Run) -> Any:
-    from tokenizers import Tokenizer
-
+def _tokenizer(run: Run) -> Tokenizer:
     if run.data.tokenizer is None:
         raise BadInput("data.tokenizer = null, and a prompt needs the tokenizer.json that made the corpora")
-    try:
-        tokenizer = Tokenizer.from_buffer(Path(run.data.tokenizer).read_bytes())
-    except OSError as error:
-        raise BadInput(f"data.tokenizer = {run.data.tokenizer!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BadInput(f"data.tokenizer = {run.data.tokenizer!r} is no tokenizer: {error}") from error
+    tokenizer = read_tokenizer(Path(run.data.tokenizer), f"data.tokenizer = {run.data.tokenizer!r}")
     tokenizer.encode_special_tokens = True  # a prompt that spells one is text
     return tokenizer
 

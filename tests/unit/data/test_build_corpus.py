@@ -329,6 +329,13 @@ def test_foreign_token_files_can_be_sealed_and_verified(
     assert seal.main([str(foreign), *tokenizer]) == 0
     assert seal.main([str(foreign), "--verify"]) == 0
     assert read_manifest(foreign).files == read_manifest(tmp_path / "tiny" / "docs").files
+    for tokens, words in (
+        (tmp_path / "gone.json", "cannot be read: No such file or directory; give the tokenizer.json"),
+        (tmp_path, "cannot be read: Is a directory; give the tokenizer.json"),
+        (foreign / "tokens.bin", "is no tokenizer: "),
+    ):
+        assert seal.main([str(foreign), "--tokenizer", str(tokens)]) == 2
+        assert capsys.readouterr().err.startswith(f"--tokenizer {tokens} {words}")
     small = bpe.train(some_texts(5), vocab_size=300, sample_bytes=10**6)
     (tmp_path / "small.json").write_text(small.to_str())
     assert seal.main([str(foreign), "--tokenizer", str(tmp_path / "small.json")]) == 2
