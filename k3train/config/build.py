@@ -75,6 +75,8 @@ class Builder:
     def _unknown(self, key: str, value: object) -> None:
         meant = suggest_key(key)
         fix = f"Did you mean {meant}?" if meant else "See 'k3train show' for the settings there are"
+        if meant == key:
+            fix = f"Write each part of {key} as a key of its own, one below the other"
         self._problem(key, value, "is not a setting", fix, "config.unknown-key")
         if meant is not None:
             self.wrong_keys.add(meant)

@@ -20,17 +20,17 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from k3train.config.build import Builder, to_plain
+from k3train.config.composing import why_not_composed, why_not_resolved
+from k3train.config.defaults import composition
 from k3train.config.durable import naming, sync_folder
 from k3train.config.experiment import experiment_problems
 from k3train.config.files import read_mapping, unsafe_content
-from k3train.config.keys import closest_word
 from k3train.config.origin import file_of
-from k3train.config.overrides import options_of, read_overrides
+from k3train.config.overrides import Overrides, read_overrides
 from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.rules import check, concerns
 from k3train.config.schema import Run
@@ -51,16 +51,20 @@ def compose(overrides: list[str], config_dir: str | Path | None = None) -> Run:
     directory = find_config_dir(config_dir)
     sorted_in = read_overrides(overrides, directory)
     problems = list(sorted_in.problems)
-    files = sorted(directory.rglob("*.yaml"))
-    problems += [problem for path in files for problem in unsafe_content(path)]
-    if len(problems) == len(sorted_in.problems):
-        problems += experiment_problems(directory, CONFIG_NAME, sorted_in.accepted)
-    if len(problems) > len(sorted_in.problems):
-        raise ConfigError(problems)
+    of_files = [problem for path in sorted(directory.rglob("*.yaml")) for problem in unsafe_content(path)]
+    files = [directory / f"{CONFIG_NAME}.yaml"]
+    if not of_files:
+        found = composition(directory, CONFIG_NAME, sorted_in.accepted)
+        files, of_files = found.files, found.problems
+        of_files += [problem for file in files for problem in experiment_problems(file)]
+    if of_files:
+        raise ConfigError([*problems, *of_files])
+    config = _composed(directory, sorted_in, files)
     try:
-        tree = _compose_tree(directory, sorted_in.accepted)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError) as error:
-        raise ConfigError([*problems, *_composition_problems(error, directory, files)]) from None
+        tree = cast(object, OmegaConf.to_container(config, resolve=True))
+    except (OmegaConfBaseException, RecursionError) as error:
+        problem = why_not_resolved(error, cast(object, OmegaConf.to_container(config)))
+        raise ConfigError([*problems, _with_file(problem, directory, sorted_in.accepted)]) from None
     builder = Builder()
     run = builder.build(tree)
     problems += [_with_file(problem, directory, sorted_in.accepted) for problem in builder.problems]
@@ -139,35 +143,15 @@ def to_yaml(run: Run) -> str:
     return yaml.safe_dump(to_plain(run), sort_keys=False, allow_unicode=True)
 
 
-def _compose_tree(directory: Path, overrides: list[str]) -> object:
-    """Everything that the files and overrides say, as plain data."""
+def _composed(directory: Path, overrides: Overrides, files: list[Path]) -> Container:
+    """Everything that the files and overrides say, references as they are written."""
     ConfigStore.instance().store(name=SCHEMA_NAME, node=to_plain(Run()))
-    with initialize_config_dir(str(directory), version_base="1.3"):
-        config = hydra_compose(CONFIG_NAME, overrides=overrides)
-    return cast(object, OmegaConf.to_container(config, resolve=True))
-
-
-def _composition_problems(error: Exception, directory: Path, files: list[Path]) -> list[ConfigProblem]:
-    """Why nothing could be composed: an unreadable file if there is one, else what Hydra says."""
-    unreadable = [problem for path in files for problem in read_mapping(path)[1]]
-    if unreadable:
-        return unreadable
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        options = options_of(group, directory)
-        meant = closest_word(option, options)
-        fix = f"Did you mean {meant}?" if meant else f"There are: {', '.join(options) or 'none'}"
-        rule = f"a defaults list selects a file of {directory / group} that is not there"
-        return [ConfigProblem(group, option, rule, fix, "config.group")]
-    if isinstance(error, OmegaConfBaseException) and "nterpolation" in type(error).__name__ + str(error):
-        key = str(getattr(error, "full_key", "") or "")
-        rule = f"cannot be resolved: {_first_line(error)}"
-        return [ConfigProblem(key, None, rule, "Write the value itself", "config.interpolation")]
-    if isinstance(error, RecursionError):
-        rule = "a value refers to itself"
-        return [ConfigProblem("", None, rule, "Write the value itself", "config.interpolation")]
-    rule = f"the files cannot be composed: {_first_line(error)}"
-    return [ConfigProblem("", None, rule, "Correct the defaults list or the key it names", "config.compose")]
+    try:
+        with initialize_config_dir(str(directory), version_base="1.3"):
+            return hydra_compose(CONFIG_NAME, overrides=overrides.accepted)
+    except Exception as error:  # Hydra has no common one: ValueError and AssertionError are among its own
+        problems = why_not_composed(error, directory, files)
+        raise ConfigError([*overrides.problems, *problems]) from error
 
 
 def _with_file(problem: ConfigProblem, directory: Path, overrides: list[str]) -> ConfigProblem:
@@ -178,10 +162,6 @@ def _with_file(problem: ConfigProblem, directory: Path, overrides: list[str]) ->
     selections = [text for text in overrides if not text.startswith("++")]
     file = file_of(problem.key, directory, CONFIG_NAME, selections)
     return replace(problem, rule=f"(set in {file}) {problem.rule}") if file else problem
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -32,8 +32,15 @@ def file_of(key: str, directory: Path, config_name: str, selections: list[str]) 
 
 
 def _sets(tree: object, path: str) -> bool:
-    for segment in path.split("."):
-        if not isinstance(tree, Mapping) or segment not in tree:
-            return False
-        tree = cast("Mapping[str, object]", tree)[segment]
-    return True
+    """Whether a file's ``tree`` holds the key, or refers for it to another."""
+    if not path or (isinstance(tree, str) and "${" in tree):
+        return True
+    entries: Iterable[tuple[object, object]] = ()
+    if isinstance(tree, Mapping):
+        entries = cast("Mapping[object, object]", tree).items()
+    elif isinstance(tree, list):
+        entries = enumerate(cast("list[object]", tree))
+    for name, value in entries:  # a key in a file may be a number or have dots
+        if f"{path}.".startswith(f"{name}.") and _sets(value, path[len(str(name)) + 1 :]):
+            return True
+    return False

@@ -1,9 +1,8 @@
-"""Composition: what overrides may say, what files may hold, and how it is told when they do not."""
+"""Composition: what overrides may say and how it is told when they do not."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,29 +11,11 @@ import pytest
 
 import k3train.config.compose as compose_module
 from k3train.config.compose import compose, find_config_dir
-from k3train.config.problems import ConfigError, ConfigProblem
 from k3train.config.schema import Device, Precision, Recompute
+from tests.config.composing import only, problems_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
-
-
-def problems_of(overrides: list[str], config_dir: Path | None = None) -> list[ConfigProblem]:
-    with pytest.raises(ConfigError) as error:
-        compose(overrides, config_dir)
-    return error.value.problems
-
-
-def only(overrides: list[str], config_dir: Path | None = None) -> ConfigProblem:
-    problems = problems_of(overrides, config_dir)
-    assert len(problems) == 1, [str(problem) for problem in problems]
-    return problems[0]
-
-
-@pytest.fixture
-def configs(tmp_path: Path) -> Path:
-    """A copy of the configuration that a test may spoil."""
-    return Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
 
 
 # ------------------------------------------------------------------------------------------- what works
@@ -261,128 +242,6 @@ def test_a_misread_value_is_not_blamed_twice() -> None:
     assert {problem.key for problem in problems_of(["curriculum.stages.s256.batch_tokens=many"])} == {
         "curriculum.stages.s256.batch_tokens"
     }
-
-
-# ------------------------------------------------------------------------------------------ hostile files
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"num_layers: 3\nnum_layers: 4\n", ["repeated key num_layers", "line 2"]),
-        (b"num_layers:\n\t- 3\n", ["not valid YAML", "line 2"]),
-        (b"num_layers: [1, 2\n", ["not valid YAML"]),
-        (b"num_layers: \xff\n", ["not UTF-8 (byte 12)"]),
-        (b"- 1\n- 2\n", ["keys and values"]),
-        (b"a: &a [1]\nb: *a\n", ["alias in line 2"]),
-        (b"num_layers: !!python/object/apply:os.system ['touch /tmp/k3-was-here']\n", ["not valid YAML"]),
-        (b"num_layers: ${oc.env:HOME}\n", ["${oc.env:HOME}", "line 1"]),
-        (b"num_layers: " + b"[" * 5000 + b"]" * 5000 + b"\n", ["not valid YAML"]),
-        (b"x: '" + b"a" * 1_000_001 + b"'\n", ["more than a configuration can have"]),
-    ],
-    ids=["repeated", "tab", "open", "latin1", "list", "alias", "tag", "resolver", "deep", "huge"],
-)
-def test_file_that_cannot_be_used(configs: Path, content: bytes, words: list[str]) -> None:
-    (configs / "model" / "mine.yaml").write_bytes(content)
-    problem = only(["model=mine"], configs)
-    assert problem.id == "config.file"
-    assert "mine.yaml" in str(problem)
-    assert all(word in str(problem) for word in words), str(problem)
-    assert not Path("/tmp/k3-was-here").exists()
-
-
-def test_unused_file_with_a_mistake_stops_nobody(configs: Path) -> None:
-    (configs / "model" / "mine.yaml").write_text("- a\n")
-    assert compose([], configs).name == "debug"
-
-
-@pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xef\xbb\xbfnum_layers: 5\n"])
-def test_empty_file_and_byte_order_mark(configs: Path, content: bytes) -> None:
-    (configs / "model" / "mine.yaml").write_bytes(content)
-    assert compose(["model=mine"], configs).model.num_layers == 5
-
-
-def test_misspelt_key_in_a_file_names_key_file_and_meaning(configs: Path) -> None:
-    (configs / "model" / "mine.yaml").write_text("num_layers: 5\nmoe:\n  topk: 3\n")
-    problem = only(["model=mine"], configs)
-    assert (problem.id, problem.key, problem.value) == ("config.unknown-key", "model.moe.topk", 3)
-    assert "model/mine.yaml" in problem.rule
-    assert problem.fix == "Did you mean model.moe.top_k?"
-
-
-def test_misspelt_key_in_an_experiment(configs: Path) -> None:
-    text = "# @package _global_\noptim:\n  learning_rat: 3\ncurriculm: {}\n"
-    (configs / "experiment" / "mine.yaml").write_text(text)
-    problems = problems_of(["experiment=mine"], configs)
-    fixes = {"Did you mean optim.learning_rate?", "Did you mean curriculum?"}
-    assert {problem.fix for problem in problems} == fixes
-    assert all("experiment/mine.yaml" in problem.rule for problem in problems)
-
-
-def own_experiment(configs: Path, text: str) -> Path:
-    file = configs / "experiment" / "mine.yaml"
-    file.write_text(text)
-    return file
-
-
-def test_an_experiment_without_its_first_line_is_told_so(configs: Path) -> None:
-    file = own_experiment(configs, "# Mine.\nname: mine\nseed: 3\noptim:\n  beta1: 0.8\n")
-    problem = only(["experiment=mine"], configs)
-    assert (problem.id, problem.fix) == ("config.experiment", "Make '# @package _global_' its first line")
-    assert f"{file} does not begin with '# @package _global_'" in problem.rule
-    file.write_text("# Mine.\n# @package _global_\nseed: 3\n")  # Hydra reads no line after another comment
-    assert only(["experiment=mine"], configs).id == "config.experiment"
-    file.write_text("\n#  @package  _global_\n# Mine.\nseed: 3\n")
-    assert compose(["experiment=mine"], configs).seed == 3
-
-
-@pytest.mark.parametrize("key", ["model", "/model", "override model"])
-def test_an_experiment_that_selects_a_file_must_override(configs: Path, key: str) -> None:
-    file = own_experiment(configs, f"# @package _global_\ndefaults:\n  - {key}: k3_3b\n")
-    problem = only(["experiment=mine"], configs)
-    assert problem.fix == "Write '- override /model: k3_3b'"
-    assert f"{file} has '{key}: k3_3b'" in problem.rule
-
-
-def test_an_experiment_that_selects_what_is_not_there_is_named(configs: Path) -> None:
-    file = own_experiment(configs, "# @package _global_\ndefaults:\n  - override /model: k3_3\n")
-    problem = only(["experiment=mine"], configs)
-    assert (problem.key, problem.value, problem.fix) == ("model", "k3_3", "Did you mean k3_3b?")
-    assert str(file) in problem.rule
-
-
-def test_an_experiment_that_begins_from_another(configs: Path) -> None:
-    own_experiment(configs, "# @package _global_\ndefaults:\n  - k3\n  - _self_\nname: mine\n")
-    run = compose(["experiment=mine"], configs)
-    assert (run.name, run.model.num_layers) == ("mine", 93)
-
-
-def test_wrong_value_in_a_file_names_the_file(configs: Path) -> None:
-    (configs / "model" / "mine.yaml").write_text("precision: fp16\n")
-    problem = only(["model=mine"], configs)
-    assert problem.id == "config.choice"
-    assert "model/mine.yaml" in problem.rule
-
-
-def test_unknown_option_in_a_defaults_list(configs: Path) -> None:
-    text = "# @package _global_\ndefaults:\n  - override /model: debgu\n"
-    (configs / "experiment" / "mine.yaml").write_text(text)
-    problem = only(["experiment=mine"], configs)
-    assert (problem.id, problem.fix) == ("config.group", "Did you mean debug?")
-
-
-def test_unknown_group_in_a_defaults_list(configs: Path) -> None:
-    text = "# @package _global_\ndefaults:\n  - override /modle: debug\n"
-    (configs / "experiment" / "mine.yaml").write_text(text)
-    problem = only(["experiment=mine"], configs)
-    assert problem.id == "config.compose"
-    assert "modle" in problem.rule
-
-
-def test_defaults_list_cannot_read_the_environment(configs: Path) -> None:
-    text = "# @package _global_\ndefaults:\n  - override /model: ${oc.env:HOME}\n"
-    (configs / "experiment" / "mine.yaml").write_text(text)
-    assert only(["experiment=mine"], configs).id == "config.file"
 
 
 # ------------------------------------------------------------------------------------------- the folder
