@@ -96,7 +96,7 @@ def settle(run: Run, path: Path, trained: Trained) -> Changes:
     """
     if trained.settings is not None and trained.checkpoint is not None:
         tokens = tokens_of(trained, trained.settings)
-        _refuse(compare(trained.settings, run, trained_tokens=tokens), trained.checkpoint)
+        _refuse(compare(trained.settings, run, trained_tokens=tokens), run, trained.checkpoint)
         check_whole_steps(run, tokens, trained.checkpoint)
     if not path.exists():
         save_resolved(run, path)
@@ -104,7 +104,7 @@ def settle(run: Run, path: Path, trained: Trained) -> Changes:
     before = load_resolved(path)
     changes = compare(before, run, trained_tokens=tokens_of(trained, before))
     if trained.settings is None:
-        _refuse(changes, path.parent)
+        _refuse(changes, run, path.parent)
     else:  # the file is of a start that trained nothing
         changes = replace(changes, refused=[], accepted=[*changes.accepted, *changes.refused])
     if not changes.accepted and not changes.overridden:
@@ -136,19 +136,28 @@ def describe(changes: Changes) -> Iterator[str]:
         yield f"changed since the last start, because resume.override says so: {each}"
 
 
-def identity_problems(refused: list[Difference], trained: Path) -> list[ConfigProblem]:
-    """Why a run with these differences cannot go on from ``trained``, a run's folder or a checkpoint."""
-    return [
-        ConfigProblem(
-            each.key,
-            each.new,
-            f"was {shown(each.old)} when {trained} was trained, and {each.rule}",
-            "Keep the old value, start another run with another name, or accept the change with "
-            f"resume.override=[{each.key}]",
-            "run.identity",
-        )
-        for each in refused
-    ]
+def identity_problems(refused: list[Difference], run: Run, trained: Path) -> list[ConfigProblem]:
+    """Why ``run``, with these differences, cannot go on from ``trained``, a run's folder or a checkpoint.
+
+    A source that is new or gone is one problem, not one for each of its settings.
+    """
+    problems = [_identity_problem(each, run, trained) for each in refused]
+    return list({problem.key: problem for problem in problems}.values())
+
+
+def _identity_problem(each: Difference, run: Run, trained: Path) -> ConfigProblem:
+    key, value, was, back = each.key, each.new, f"was {shown(each.old)}", "Keep the old value"
+    other = "start another run with another name"
+    if kind_of(key) in (Kind.source, Kind.epochs) and None in (each.old, each.new):
+        key, _, _ = key.rpartition(".")
+        source = run.data.sources.get(key.rpartition(".")[2])
+        value = source and source.path
+        was, back = ("was there", "Put it back") if source is None else ("was not there", "Take it out")
+        if source is not None:
+            other += " whose stages name their sources in a mix"
+    accept = f"accept the change with resume.override=[{key}]"
+    rule = f"{was} when {trained} was trained, and {each.rule}"
+    return ConfigProblem(key, value, rule, f"{back}, {other}, or {accept}", "run.identity")
 
 
 _OWN_RULES = {
@@ -199,9 +208,9 @@ def _only_a_limit(old: object, new: object) -> bool:
     return new >= old or new % 1 == 0
 
 
-def _refuse(changes: Changes, trained: Path) -> None:
+def _refuse(changes: Changes, run: Run, trained: Path) -> None:
     if changes.refused:
-        raise ConfigError(identity_problems(changes.refused, trained))
+        raise ConfigError(identity_problems(changes.refused, run, trained))
 
 
 def tokens_of(trained: Trained, run: Run) -> int:

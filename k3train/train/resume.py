@@ -65,7 +65,7 @@ def go_on(run: Run, state: dict[str, Any], checkpoint: Path) -> Progress:
         return progress
     refused = compare(trained, run, trained_tokens=progress.tokens).refused
     if refused:
-        raise ConfigError(identity_problems(refused, checkpoint))
+        raise ConfigError(identity_problems(refused, run, checkpoint))
     check_whole_steps(run, progress.tokens, checkpoint)
     before, now = (total_tokens(stage_table(each)) for each in (trained, run))
     progress.bends = bend(progress.bends, before, now, progress.tokens)

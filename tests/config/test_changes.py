@@ -290,6 +290,38 @@ def test_a_change_to_a_run_that_has_ended_is_said_and_not_written(tmp_path: Path
     assert load_resolved(path) == longer
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"data.sources.new": {"path": "corpus/new"}},
+            "data.sources.new = corpus/new was not there when {trained} was trained, and the stage s256, "
+            "which has begun, draws from all sources. Take it out, start another run with another name whose "
+            "stages name their sources in a mix, or accept the change with "
+            "resume.override=[data.sources.new]. ",
+        ),
+        (
+            {"data.sources.docs": ...},
+            "data.sources.docs = null was there when {trained} was trained, and text of docs has been drawn. "
+            "Put it back, start another run with another name, or accept the change with "
+            "resume.override=[data.sources.docs]. ",
+        ),
+    ],
+)
+def test_a_source_that_is_new_or_gone_is_one_problem_that_one_key_accepts(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    settle(four_stage_run(), path, Trained())
+    with pytest.raises(ConfigError) as error:
+        settle(four_stage_run(changes), path, Trained(steps=1))
+    (problem,) = error.value.problems
+    assert str(problem) == said.format(trained=tmp_path) + "[run.identity]"
+    accepted = four_stage_run(changes | {"resume.override": [problem.key]})
+    assert check(accepted) == []
+    assert settle(accepted, path, Trained(steps=1)).refused == []
+
+
 @pytest.mark.parametrize("full", ["run.yaml", "history.jsonl"])
 def test_on_a_full_disk_a_change_leaves_no_trace_and_the_file_is_named(tmp_path: Path, full: str) -> None:
     path, history = tmp_path / "run.yaml", tmp_path / "history.jsonl"
