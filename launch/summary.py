@@ -105,7 +105,7 @@ def folder_of(words: list[str], config_dir: str | None) -> Path:
 def load(folder: Path) -> Run:
     """The run in this folder as it was started last. Raises BadInput when there is none."""
     file = folder / SETTINGS
-    if not file.is_file():
+    if not file.exists():
         raise BadInput(f"{folder} holds no run: {file} is not there; give the folder of a run")
     return replace(load_resolved(file), dir=str(folder))
 

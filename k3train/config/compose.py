@@ -124,10 +124,14 @@ def replace_resolved(run: Run, path: str | Path, *, first: Callable[[], object] 
 def load_resolved(path: str | Path) -> Run:
     """Read a resolved file as strictly as the command line. Raises ConfigError with the file and every
     problem."""
-    tree, problems = read_mapping(Path(path))
+    file, again = Path(path), "start its run again with the settings that it had"
+    tree, problems = read_mapping(file)
     if not tree and not problems:
-        fix = "Remove it, and start its run again with the settings that it had"
-        problems = [ConfigProblem("", str(path), f"{path} is empty", fix, "config.file")]
+        problems = [
+            ConfigProblem("", str(path), f"{path} is empty", f"Remove it, and {again}", "config.file")
+        ]
+    elif file.is_file() or (file.is_dir() and file.name == f"{CONFIG_NAME}.yaml"):
+        problems = [replace(each, fix=f"{each.fix}, or remove it, and {again}") for each in problems]
     if problems:
         raise ConfigError(problems, str(path))
     builder = Builder()

@@ -99,6 +99,25 @@ def test_every_problem_comes_with_the_file_it_is_in(tmp_path: Path) -> None:
         assert words in str(error.value)
 
 
+def test_a_file_that_is_no_text_any_more_can_be_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    removed = "or remove it, and start its run again with the settings that it had. [config.file]"
+    for content, words in ((b"\xff\x00", "is not UTF-8 (byte 0)"), (bytes(4096), "is not valid YAML")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError) as error:
+            load_resolved(path)
+        assert words in str(error.value)
+        assert str(error.value).endswith(removed)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError) as error:
+        load_resolved(path)
+    assert str(error.value).endswith(f"{path} is not a file. Give a YAML file, {removed}")
+    with pytest.raises(ConfigError) as error:
+        load_resolved(tmp_path)  # the folder of a run, which nobody is told to remove
+    assert "remove" not in str(error.value)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a file"):
         load_resolved(tmp_path / "run.yaml")
