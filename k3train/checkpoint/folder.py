@@ -24,6 +24,7 @@ type Unfit = Callable[[int, Path], str | None]
 is. Asked on rank 0."""
 
 _REPLACED = re.compile(r"(step_\d{8,})\.replaced-[0-9a-f]+")
+_PASSED = re.compile(r"step_(\d{8,})\.passed-[0-9a-f]+")
 _TEMPORARY = re.compile(r"step_\d{8,}\.(tmp|pruned)-[0-9a-f]+")
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def step_name(step: int) -> str:
 
 
 def scratch_name(step: int, kind: str) -> str:
-    """A name no other save uses: ``tmp`` while writing, ``replaced`` and ``pruned`` while going away."""
+    """A name no other save uses: ``tmp`` while writing, ``replaced`` and ``pruned`` while going away,
+    ``passed`` of one that the run does not go on from."""
     return f"{step_name(step)}.{kind}-{uuid.uuid4().hex}"
 
 
@@ -120,23 +122,43 @@ def clear_leftovers(directory: Path) -> None:
             logger.warning("%s, left by an interrupted save, stays: %s", path, error.strerror)
 
 
-def prune(directory: Path, *, keep: int) -> list[str]:
-    """Delete all but the newest ``keep`` (never fewer than 2) complete checkpoints and the milestones.
+def set_aside(directory: Path, *, after: int) -> None:
+    """Give the checkpoints of steps after ``after`` another name. Only one rank.
 
-    Returns the names of the deleted folders. Only complete ones count towards ``keep``; a damaged one goes
-    once it is older than all that are kept. Only one rank.
+    A run that goes on from ``after`` had reasons to pass them over: damage, or steps that it leaves out
+    since. It will make others of these steps, and must not take the old ones for its newest. They stay on the
+    disk until ``prune`` finds them older than all that it keeps.
+    """
+    for step, path in committed(directory):
+        if step > after:
+            aside = directory / scratch_name(step, "passed")
+            logger.warning("checkpoint %s, which is passed over, is now %s", path.name, aside.name)
+            path.rename(aside)
+
+
+def prune(directory: Path, *, keep: int, reach: int = 0) -> list[str]:
+    """Delete old checkpoints and return the names of their folders. Only one rank.
+
+    The newest ``keep`` (never fewer than 2) complete ones stay, the milestones, and the newest one that is
+    ``reach`` steps older than the newest of all. Only complete ones count; one that is damaged or was passed
+    over goes once it is older than the ``keep`` newest.
     """
     manifests = {step: manifest for step, _, manifest in complete(directory)}
-    newest = sorted(manifests, reverse=True)[: max(2, keep)]
+    steps = sorted(manifests, reverse=True)
+    newest = steps[: max(2, keep)]
     if len(newest) < max(2, keep):
         return []
+    stay = {step for step, manifest in manifests.items() if manifest.milestone}
+    stay.update([step for step in steps if step <= steps[0] - reach][:1])
+    going = [(step, path) for step, path in committed(directory) if step not in stay]
+    going += [(int(m[1]), path) for path in entries(directory) if (m := _PASSED.fullmatch(path.name))]
     deleted = []
-    for step, path in committed(directory):
-        if step < newest[-1] and not (step in manifests and manifests[step].milestone):
+    for step, path in going:
+        if step < newest[-1]:
             # Renamed first: half a checkpoint must not bear a checkpoint's name.
-            going = directory / scratch_name(step, "pruned")
-            path.rename(going)
+            scratch = directory / scratch_name(step, "pruned")
+            path.rename(scratch)
             point("ckpt.mid_prune")
-            shutil.rmtree(going)
+            shutil.rmtree(scratch)
             deleted.append(path.name)
     return deleted

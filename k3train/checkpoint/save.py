@@ -66,6 +66,8 @@ class Save:
     keep: int
     """Complete checkpoints that stay, newest first, besides the milestones."""
     milestone: bool = False
+    reach: int = 0
+    """Steps that the run may have to go back: see ``prune``."""
 
 
 def save_checkpoint(save: Save) -> Path:
@@ -292,6 +294,6 @@ def _prune(begun: _Begun) -> None:
     if rank() != 0:
         return
     try:
-        prune(begun.final.parent, keep=begun.save.keep)
+        prune(begun.final.parent, keep=begun.save.keep, reach=begun.save.reach)
     except OSError as error:  # the new checkpoint is there and good
         logger.warning("an old checkpoint cannot be deleted: %s: %s", error.filename, error.strerror)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from k3train.config.problems import BadInput
 from k3train.data.order import key_of, shuffled
 
 
@@ -147,13 +148,9 @@ class Stream:
     def settled(self, position: Position) -> Position:
         """The same place, as the start of the next epoch when this one is finished and one may follow."""
         finished = position.offset >= self._limit(position.epoch) and not len(position.returned)
-        if finished and self.may_go_on(position):
+        if finished and self._limit(position.epoch + 1) > 0:
             return Position(position.epoch + 1)
         return position
-
-    def may_go_on(self, position: Position) -> bool:
-        """Whether another epoch may follow this one."""
-        return self._limit(position.epoch + 1) > 0
 
     def remaining(self, position: Position) -> int:
         """Tokens until the epoch ends; 0 at a settled position means that max_epochs is used up."""
@@ -212,12 +209,15 @@ class Drawing:
         return Drawing(values[0], values[1], {name: Position.of(at) for name, at in values[2].items()})
 
 
-class Exhausted(Exception):
+class Exhausted(BadInput):
     """A source has no text left within its max_epochs; ``name`` says which."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"source {name} has no text left within its max_epochs")
+        super().__init__(
+            f"data.sources.{name} has no text left within its max_epochs: raise "
+            f"data.sources.{name}.max_epochs, give {name} less weight or train on fewer tokens"
+        )
 
 
 def draw_window(
@@ -233,8 +233,8 @@ def draw_window(
     Each source is drawn up to its weight's share of all tokens drawn, so its error never exceeds one sequence
     however long the stage is. A window ends early where an epoch of a source ends: no window holds a document
     twice, and no window needs text that max_epochs forbids. A source that has given all that it may is
-    exhausted when the others have come as far: its last document may have been drawn ahead of its share. A
-    window before that can be empty.
+    exhausted when the others have come as far: its end may have been drawn ahead of its share. A window
+    before that can be empty.
     """
     positions = {name: streams[name].settled(at.positions[name]) for name in weights}
     remaining = {name: streams[name].remaining(positions[name]) for name in weights}
@@ -247,9 +247,8 @@ def draw_window(
     after, drawn = dict(at.positions), dict(at.drawn)
     for name, weight in weights.items():
         wanted = weight * target - at.drawn[name]
-        # What would be left of the epoch must be worth a sequence, or it would make one of mostly padding;
-        # of the last epoch it may be all that later stages have.
-        if remaining[name] - wanted < context_tokens and streams[name].may_go_on(positions[name]):
+        # What would be left of the epoch must be worth a sequence, or it would make one of mostly padding.
+        if remaining[name] - wanted < context_tokens:
             wanted = remaining[name]
         window[name], after[name] = streams[name].take(positions[name], wanted, context_tokens)
         drawn[name] += window[name].tokens

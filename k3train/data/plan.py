@@ -22,7 +22,7 @@ from k3train.data.trail import Place, Trail
 
 MIN_WINDOW_SEQUENCES = 64
 """A window holds at least this many sequences, or best fit has too little to choose from."""
-FORMAT = 2
+FORMAT = 1
 """Raised when the same inputs give another order."""
 
 

@@ -20,6 +20,8 @@ from k3train.data.weights import stage_weights
 
 _EXACT_DOCUMENTS = 2_000_000
 """Up to so many documents in a run, text is counted by making the whole plan; beyond, by weights."""
+_AHEAD_SEQUENCES = 3
+"""A stage may take so many sequences of a source beside its weight's share."""
 
 
 def open_corpora(run: Run, paths: dict[str, str], group: str) -> dict[str, Corpus]:
@@ -77,9 +79,11 @@ def stage_orders(
     """
     weights = {plan.name: stage_weights(run, plan, streams) for plan in table}
     wanted = _wanted(table, weights)
-    short = {name for name in wanted if wanted[name] > streams[name].allowed_tokens}
     documents = sum(wanted[n] * streams[n].num_documents / streams[n].epoch_tokens for n in wanted)
     exact = documents <= _EXACT_DOCUMENTS
+    if not exact:
+        wanted = _at_most(wanted, table, weights)
+    short = {name for name in wanted if wanted[name] > streams[name].allowed_tokens}
     if short and not exact:
         raise ConfigError([_too_little(streams[name], wanted[name]) for name in sorted(short)])
 
@@ -119,6 +123,18 @@ def _wanted(table: Sequence[StagePlan], weights: dict[str, dict[str, float]]) ->
         for name, weight in weights[plan.name].items():
             wanted[name] = wanted.get(name, 0.0) + weight / total * plan.stage.tokens
     return wanted
+
+
+def _at_most(
+    wanted: dict[str, float], table: Sequence[StagePlan], weights: dict[str, dict[str, float]]
+) -> dict[str, float]:
+    """What stages may take beside their weights' share: one that ends within a shuffled window up to two
+    sequences more, and the end of an epoch, of less than a sequence, is drawn at once."""
+    contexts = {
+        name: sum(plan.stage.context_tokens for plan in table if weights[plan.name].get(name))
+        for name in wanted
+    }
+    return {name: tokens + _AHEAD_SEQUENCES * contexts[name] for name, tokens in wanted.items()}
 
 
 def _too_little(stream: Stream, wanted: float) -> ConfigProblem:

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from k3train.checkpoint.agree import on_first_rank
 from k3train.checkpoint.finite import NotFinite
-from k3train.checkpoint.folder import clear_leftovers, newest_good
+from k3train.checkpoint.folder import clear_leftovers, newest_good, set_aside
 from k3train.checkpoint.load import load_checkpoint, read_train_state
 from k3train.config.schema import Run
 from k3train.curriculum.stages import context_ahead, stage_at, stage_table, total_tokens
@@ -189,6 +190,7 @@ def find_progress(run: Run) -> tuple[Path | None, Progress]:
     progress = Progress()
     if latest is not None:
         progress = go_on(run, read_train_state(latest), latest)
+        on_first_rank(lambda: set_aside(folder, after=progress.step))
     # Written after the checkpoint, when a step was left out since.
     progress.guards.left_out = left_out or progress.guards.left_out
     return latest, progress

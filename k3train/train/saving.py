@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from k3train.checkpoint.manifest import CheckpointNotWritten
 from k3train.checkpoint.save import PendingSave, Save, begin_save, save_checkpoint
-from k3train.config.schema import Run, WhenBusy
+from k3train.config.schema import OnSpike, Run, WhenBusy
 from k3train.config.trained import CHECKPOINTS
 from k3train.train.progress import Progress
 from k3train.train.report import Report
@@ -123,6 +123,7 @@ class Saver:
             )
 
     def _moment(self, setup: StageSetup, progress: Progress, *, milestone: bool) -> Save:
+        guards = setup.run.guards
         return Save(
             directory=checkpoints(setup.run),
             chunks=setup.chunks,
@@ -131,6 +132,7 @@ class Saver:
             groups=setup.groups,
             keep=setup.run.checkpoint.keep,
             milestone=milestone,
+            reach=guards.rollback_steps if guards.spike is OnSpike.rollback else 0,
         )
 
 

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher.api import LaunchConfig
 
 from k3train.checkpoint.listing import committed
+from k3train.config.trained import CHECKPOINTS
 from k3train.train.failure import forget_failures, read_failures
 from k3train.train.health import unhealthy
 from k3train.train.signals import (
@@ -98,8 +99,14 @@ class Supervisor(LocalElasticAgent):
         self.comes_again = ""
         """The error of the program that ended two starts in a row, if so."""
 
-    def _newest_checkpoint(self) -> int:
-        return max((step for step, _ in committed(self._policy.run_dir / "checkpoints")), default=0)
+    def _newest_checkpoint(self) -> tuple[int, int]:
+        """When the newest checkpoint was written, in ns, and its step: a run that has gone back writes new
+        ones below the old ones' steps."""
+        found = []
+        for step, path in committed(self._policy.run_dir / CHECKPOINTS):
+            with contextlib.suppress(OSError):
+                found.append((path.stat().st_mtime_ns, step))
+        return max(found, default=(0, 0))
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         # torch 2.11 hands out the first round's store for ever: its keys are stale, and its node may be gone.
@@ -161,7 +168,7 @@ class Supervisor(LocalElasticAgent):
             noticed=self._noticed,
             ranks=self.failed,
             in_a_row=self._in_a_row,
-            newest_checkpoint=newest,
+            newest_checkpoint=newest[1],
             restarts=left > 0,
             sick=self.sick,
             comes_again=self.comes_again,

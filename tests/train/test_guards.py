@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from k3train.checkpoint.load import read_train_state
 from k3train.config.schema import Checkpoint, Guards, OnNonFinite, OnSpike, Parallel, Run, Stage
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
 from k3train.train.left_out import LEFT_OUT
@@ -198,6 +199,8 @@ def test_run_goes_back_and_leaves_out_what_led_to_a_spike(tmp_path: Path, killed
         (Path(golden.dir) / LEFT_OUT).read_text()
     )
     assert losses(run) == losses(golden)
+    (aside,) = Path(run.dir).glob("checkpoints/step_00000010.passed-*")
+    assert read_train_state(aside)["step"] == 10
 
 
 def test_run_whose_checkpoints_are_all_from_within_what_a_spike_leaves_out_stops(tmp_path: Path) -> None:

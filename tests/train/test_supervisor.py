@@ -43,8 +43,9 @@ if what == "deaf":  # as a rank that waits in a collective for the dead one
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "kill" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-if what == "save" and rank == "0":
-    (folder / "checkpoints" / f"step_{start + 1:08d}").mkdir(parents=True)
+if what in ("save", "back") and rank == "0":  # back: as a run that has gone back
+    step = start + 1 if what == "save" else 99 - start
+    (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     os.kill(os.getpid(), signal.SIGKILL)
 if what.startswith("raise") and rank == "1":
     from k3train.train.failure import note_failure
@@ -103,6 +104,9 @@ def test_failures_in_a_row_are_limited_and_a_new_checkpoint_ends_a_row(tmp_path:
     code, starts, failures = outcome(tmp_path / "b", "save save save save 0", restarts=1)
     assert (code, starts) == (0, 5)
     assert [failure["newest_checkpoint"] for failure in failures] == [1, 2, 3, 4]
+    code, starts, failures = outcome(tmp_path / "c", "back back back 0", restarts=1)
+    assert (code, starts) == (0, 4)
+    assert [failure["newest_checkpoint"] for failure in failures] == [99, 98, 97]
 
 
 def test_bad_input_environment_and_stop_are_never_started_again(tmp_path: Path) -> None:

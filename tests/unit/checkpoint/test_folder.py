@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from k3train.checkpoint import folder, manifest
-from k3train.checkpoint.folder import clear_leftovers, newest_good, prune, step_name, verify
+from k3train.checkpoint.folder import clear_leftovers, newest_good, prune, set_aside, step_name, verify
 from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import CheckpointError, Manifest, digest_file, read_manifest, write_manifest
 from tests.damage import DAMAGE, OTHER
@@ -110,6 +110,42 @@ def test_prune_never_leaves_fewer_than_two(tmp_path: Path) -> None:
         make(tmp_path, step)
     prune(tmp_path, keep=0)
     assert names(tmp_path) == [step_name(20), step_name(30)]
+
+
+def test_what_is_passed_over_does_not_count_and_goes_when_the_run_has_overtaken_it(tmp_path: Path) -> None:
+    """The run has gone back to step 30, and saves at steps below those that it must not use again."""
+    for step in (10, 20, 30, 40, 50):
+        make(tmp_path, step, milestone=step == 30)
+    set_aside(tmp_path, after=30)
+    assert newest_good(tmp_path) == tmp_path / step_name(30)
+    assert [name.partition(".passed-")[0] for name in names(tmp_path) if ".passed-" in name] == [
+        step_name(40),
+        step_name(50),
+    ]
+    kept = []
+    for step in (33, 40, 47, 51, 60):
+        make(tmp_path, step)
+        prune(tmp_path, keep=2)
+        kept.append([name.partition("-")[0] for name in names(tmp_path)])
+    passed = [f"{step_name(step)}.passed" for step in (40, 50)]
+    assert kept == [
+        [step_name(30), step_name(33), *passed],
+        [step_name(30), step_name(33), step_name(40), *passed],
+        [step_name(30), step_name(40), passed[0], step_name(47), passed[1]],
+        [step_name(30), step_name(47), passed[1], step_name(51)],
+        [step_name(30), step_name(51), step_name(60)],
+    ]
+
+
+def test_prune_spares_what_a_rollback_can_use(tmp_path: Path) -> None:
+    """Saves of time limits and stops may lie closer together than those that are due."""
+    for step in (80, 90, 98, 100):
+        make(tmp_path, step)
+        prune(tmp_path, keep=2, reach=4)
+    assert names(tmp_path) == [step_name(step) for step in (90, 98, 100)]
+    make(tmp_path, 110)
+    prune(tmp_path, keep=2, reach=4)
+    assert names(tmp_path) == [step_name(step) for step in (100, 110)]
 
 
 def test_damaged_checkpoints_do_not_count_towards_keep(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3train.config.compare import compare, tokens_of
+from k3train.config.problems import ConfigError
 from k3train.config.schema import Curriculum, Data, Optim, Run, Schedule, Source, Stage
 from k3train.config.trained import Trained
 from k3train.curriculum.stages import stage_at, stage_table, total_tokens
@@ -192,3 +193,54 @@ def test_lengthening_twice_bends_twice_and_the_past_stays_what_it_was() -> None:
     assert warmed == sorted(warmed, reverse=True)
     assert max(a - b for a, b in itertools.pairwise(warmed)) < 0.02 * run.optim.learning_rate
     assert rates[-1] == run.optim.min_learning_rate
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([64, 256, 1024]), st.integers(1, 40)), min_size=1, max_size=3),
+    st.sampled_from([0.02, 0.1, 0.5]),
+    st.sampled_from([30, 400, 9000]),
+    st.floats(1.0, 1.1),
+    st.integers(0, 9),
+)
+def test_a_run_whose_text_is_counted_by_weights_never_runs_out(
+    parts: list[tuple[int, int]], weight: float, longest: int, spare: float, seed: int
+) -> None:
+    """As with more documents than are planned ahead: what starts ends."""
+    stages = {
+        f"s{i}": Stage(
+            context_tokens=context,
+            tokens=2 * context * steps,
+            batch_tokens=2 * context,
+            mix={"big": 1 - weight, "small": weight},
+        )
+        for i, (context, steps) in enumerate(parts)
+    }
+    run = Run(
+        data=Data(sources={name: Source(path=name) for name in ("big", "small")}, pack_window_tokens=0),
+        curriculum=Curriculum(stages=stages, order=list(stages)),
+    )
+    table, draw = stage_table(run), np.random.default_rng(seed)
+    share = weight * total_tokens(table)
+    small = draw.integers(1, longest, max(1, int(2 * share * spare / longest)))
+
+    def stream(name: str, lengths: np.ndarray, epochs: float) -> Stream:
+        return Stream(
+            name=name,
+            corpus_fingerprint=name,
+            lengths=lengths,
+            min_document_tokens=0,
+            max_epochs=epochs,
+            seed=seed,
+        )
+
+    streams = {"big": stream("big", draw.integers(1, 3000, 300), 9), "small": stream("small", small, 1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("k3train.data.sources._EXACT_DOCUMENTS", 0)
+        patch.setattr("k3train.data.plan.MIN_WINDOW_SEQUENCES", 4)
+        try:
+            stage_orders(run, table, table[0], streams)
+        except ConfigError:
+            return
+        last = stage_orders(run, table, table[-1], streams)[-1]
+        last.end(table[-1].steps * table[-1].sequences_per_step)
