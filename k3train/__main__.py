@@ -63,16 +63,22 @@ def show(arguments: list[str]) -> int:
     from k3train.plan.summary import print_parameters, print_splits, print_stages
 
     parser = _composing("show", show)
-    parser.add_argument("--run", metavar="FILE", help="a resolved run.yaml, instead of composing")
+    parser.add_argument("--run", metavar="RUN", help="a run's folder or its run.yaml, instead of composing")
     parser.add_argument("--diff", action="store_true", help="only the differences")
-    parser.add_argument("--against", metavar="FILE", help="a resolved run.yaml, in the place of the defaults")
+    parser.add_argument(
+        "--against", metavar="RUN", help="a run's folder or its run.yaml, in the place of the defaults"
+    )
     options = parser.parse_intermixed_args(arguments)
     rules_only = take_word("optim", options.overrides)
     if options.run and options.overrides:
         given = options.overrides[0]
         parser.error(f"argument --run: a file is shown as it is, without {given}; leave one of them out")
-    run = load_resolved(options.run) if options.run else compose(options.overrides, options.config_dir)
-    base = load_resolved(options.against) if options.against else compose([], options.config_dir)
+    run = (
+        load_resolved(_run_file(options.run))
+        if options.run
+        else compose(options.overrides, options.config_dir)
+    )
+    base = load_resolved(_run_file(options.against)) if options.against else compose([], options.config_dir)
     console = table_console()
     if rules_only:
         from k3train.optim.show import print_rules
@@ -272,6 +278,11 @@ def _composing(name: str, verb: Callable[[list[str]], int]) -> argparse.Argument
     )
     parser.add_argument("--config-dir", help="folder of the configuration files")
     return parser
+
+
+def _run_file(given: str) -> Path:
+    path = Path(given)
+    return path / "run.yaml" if path.is_dir() else path
 
 
 def _build_corpus(arguments: list[str]) -> int:

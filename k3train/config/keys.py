@@ -129,9 +129,11 @@ def _moved(path: str) -> str | None:
 
 
 def _closest(path: str) -> str | None:
+    """The known key most like the path, its last name included: that of its groups alone says little."""
+    last = path.rpartition(".")[2]
     similar = closest_word(path, flattened())
-    if similar is not None:
+    if similar is not None and closest_word(last, [similar.rpartition(".")[2]]) is not None:
         return similar
     by_name = {key.rpartition(".")[2]: key for key in reversed(flattened())}
-    name = closest_word(path.rpartition(".")[2], by_name)
+    name = closest_word(last, by_name)
     return by_name[name] if name is not None else None

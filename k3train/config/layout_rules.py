@@ -83,7 +83,7 @@ def _world(parallel: Parallel, world: int, key_of: KeyOf) -> Iterator[ConfigProb
     if world % product:
         degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "cp")}
         largest = max(degrees, key=lambda name: degrees[name])
-        others = " and ".join(f"{name} = {degree}" for name, degree in degrees.items() if name != largest)
+        others = " and ".join(f"{key_of(name)} = {degrees[name]}" for name in degrees if name != largest)
         yield ConfigProblem(
             key_of(largest),
             degrees[largest],

@@ -32,6 +32,8 @@ GROUPS = (
 """Folders below configs/ whose files can be selected by name."""
 
 
+_LONG_NUMBER = re.compile(r"\d{4000}")
+"""Python reads no whole number of more than 4,300 digits."""
 _SIGNS = {OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
 
 
@@ -72,7 +74,7 @@ def options_of(group: str, config_dir: Path) -> list[str]:
 def _parse(parser: OverridesParser, text: str) -> Override | None:
     try:
         override = parser.parse_override(text)
-    except (HydraException, RecursionError):
+    except (HydraException, RecursionError, ValueError):
         return None
     return override if override.key_or_group else None
 
@@ -148,6 +150,9 @@ def _set(result: Overrides, key: str, plain: str, value: Any) -> None:
         _refuse(result, key, value, rule, fix, "config.override")
     elif typing.get_origin(without_none(follow(key))[0]) is list and isinstance(value, Mapping):
         _refuse(result, key, cast(Any, value), "must be a list", f"Write it as {key}=[a,b]", "config.type")
+    elif any(text is None for text in _names(value)):
+        rule = "holds the name null, and nothing can be called that"
+        _refuse(result, key, value, rule, "Rename it", "config.name")
     elif any(runs_something(text) for text in _texts(value)):
         rule = "holds '${...}' with more than a plain key, and nothing in a value is ever run"
         _refuse(result, key, value, rule, "Write the value itself", "config.interpolation")
@@ -178,11 +183,22 @@ def _unreadable_fix(text: str) -> str:
         return "Options such as --config-dir come before the overrides; settings have no dashes"
     if "=" not in text:
         return "Write KEY=VALUE"
+    if _LONG_NUMBER.search(text):
+        return "Write a shorter number"
     return "Put quotes around values with spaces or signs: KEY=\"'VALUE'\""
 
 
 def _roots() -> list[str]:
     return list(dict.fromkeys(key.partition(".")[0] for key in flattened()))
+
+
+def _names(value: Any) -> Iterator[object]:
+    """Names of all mappings within a value."""
+    if isinstance(value, Mapping):
+        yield from cast("Mapping[object, object]", value)
+        value = list(cast("Mapping[object, object]", value).values())
+    for entry in cast("list[object]", value) if isinstance(value, list) else ():
+        yield from _names(entry)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -229,8 +229,8 @@ def check_host_memory(run: Run, free_gib: float) -> None:
                     ConfigProblem(
                         "",
                         None,
-                        f"stage {plan.name} keeps about {need:,.1f} GiB on the host for each of the "
-                        f"{ranks} ranks of a machine, more than the {free_gib:,.1f} GiB that are free there",
+                        f"stage {plan.name} keeps about {_few(need)} GiB on the host for each of the "
+                        f"{ranks} ranks of a machine, more than the {_few(free_gib)} GiB that are free there",
                         "Set optim.offload=none or parallel.recompute_offload=false, or take more machines",
                         "stage.host-memory",
                     )
@@ -252,9 +252,9 @@ def _problems(run: Run, limit: float) -> Iterator[ConfigProblem]:
             yield ConfigProblem(
                 "",
                 None,
-                f"stage {plan.name} needs about {memory.total / GIB:,.1f} GiB on a rank{where}, more than "
-                f"the {limit:,.1f} GiB of its device; the largest part, {largest}, takes "
-                f"{memory.parts[largest] / GIB:,.1f}",
+                f"stage {plan.name} needs about {_few(memory.total / GIB)} GiB on a rank{where}, more than "
+                f"the {_few(limit)} GiB of its device; the largest part, {largest}, takes "
+                f"{_few(memory.parts[largest] / GIB)}",
                 f"{fix}; to try it all the same, set cluster.device_memory_gib=0",
                 "stage.memory",
             )
@@ -294,6 +294,11 @@ def print_memory(run: Run, console: Console) -> None:
         sizes = (*(memory.parts[name] for name in PARTS), memory.total, *[memory.host] * on_host, saving)
         table.add_row(plan.name, *(_gib(size) for size in sizes))
     console.print(table)
+
+
+def _few(gib: float) -> str:
+    """One decimal, and below 1 two digits that are not nought."""
+    return f"{gib:,.1f}" if gib >= 1 else f"{gib:.2g}"
 
 
 def _gib(size: int) -> str:

@@ -137,8 +137,9 @@ def test_show_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["show", "--diff", "seed=3"]) == 0
     assert capsys.readouterr().out == "seed: 1234 -> 3\n"
     save_resolved(compose(["seed=3"]), tmp_path / "run.yaml")
-    assert main(["show", "--diff", "--against", str(tmp_path / "run.yaml"), "seed=3"]) == 0
-    assert "no difference" in capsys.readouterr().out
+    for run in (tmp_path / "run.yaml", tmp_path):
+        assert main(["show", "--diff", "--against", str(run), "seed=3"]) == 0
+        assert "no difference" in capsys.readouterr().out
 
 
 def test_a_stage_or_source_that_is_not_there_is_one_difference(
@@ -162,8 +163,9 @@ def test_a_stage_or_source_that_is_not_there_is_one_difference(
 
 def test_show_resolved_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_resolved(compose(["name=saved"]), tmp_path / "run.yaml")
-    assert main(["show", "--run", str(tmp_path / "run.yaml"), "--diff"]) == 0
-    assert "saved" in capsys.readouterr().out
+    for run in (tmp_path / "run.yaml", tmp_path):
+        assert main(["show", "--run", str(run), "--diff"]) == 0
+        assert "saved" in capsys.readouterr().out
     assert main(["show", "--run", str(tmp_path / "nothing.yaml")]) == 2
 
 

@@ -107,6 +107,13 @@ def test_folder_from_the_environment(configs: Path, monkeypatch: pytest.MonkeyPa
         ("curriculum.stages={}", "config.override", "takes no entries away"),
         ("curriculum.stages.s256.mix={}", "config.override", "adds nothing"),
         ("", "config.override", "cannot be read"),
+        ("seed=" + "9" * 6000, "config.override", "Write a shorter number"),
+        ("curriculum.order=[a,{b: {null: 3}}]", "config.name", "the name null"),
+        (
+            "data.sources={null: {path: p}}",
+            "config.name",
+            "data.sources = {null: {path: p}} holds the name null",
+        ),
         ("name=${oc.env:HOME}", "config.interpolation", "nothing in a value is ever run"),
         ("name='a ${oc.env:HOME}'", "config.interpolation", "nothing in a value is ever run"),
         ("data.sources.x={path: '${oc.decode:1}'}", "config.interpolation", "ever run"),
@@ -144,14 +151,19 @@ def test_refused_form(override: str, id: str, words: str) -> None:
         ("checkpoint.save_every_steps=3", "checkpoint.every_steps"),
         ("model.num_layers.x=3", None),
         ("zzzzqqq=3", None),
+        ("optim._target_=os.system", ""),
+        ("model.foo=3", ""),
     ],
 )
 def test_unknown_key_suggests_the_right_one(override: str, meant: str | None) -> None:
+    """``meant`` is empty where nothing known is like it."""
     problem = only([override])
     assert problem.id == "config.unknown-key"
     assert problem.key == override.partition("=")[0]
-    if meant is not None:
+    if meant:
         assert problem.fix == f"Did you mean {meant}?"
+    if meant == "":
+        assert problem.fix.startswith("Settings begin with name, ")
 
 
 @pytest.mark.parametrize(

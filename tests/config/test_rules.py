@@ -242,6 +242,15 @@ def test_rule_fires_once(id: str, changes: dict[str, Any], key: str, fix: str) -
     assert fix in problems[0].fix
 
 
+def test_the_world_of_a_stage_names_the_stages_own_degrees() -> None:
+    found = [
+        problem for problem in check(four_stage_run({"parallel.pp": 2})) if problem.id == "parallel.world"
+    ]
+    for problem, name in zip(found, ("s8192", "s32768"), strict=True):
+        assert problem.key == "parallel.pp"
+        assert f"times parallel.tp = 1 and curriculum.stages.{name}.parallel.cp = 2 must" in problem.rule
+
+
 def test_a_stage_that_is_not_evaluated_one_ahead_may_have_any_next_context() -> None:
     (row,) = [row for row in BROKEN if row[0] == "stage.context-ahead"]
     assert one_stage({**row[1], "curriculum.eval_one_ahead": False}) == []

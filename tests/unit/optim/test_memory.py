@@ -138,6 +138,10 @@ def test_too_small_a_device_is_refused_before_ranks_start(capsys: pytest.Capture
             r".*\[stage\.memory\]",
             said,
         ), said
+    assert main(["check", "cluster.device_memory_gib=0.0015"]) == 2
+    assert re.search(
+        r"needs about 0\.\d\d GiB on a rank, more than the 0\.0015 GiB of", capsys.readouterr().err
+    )
     for enough in ("140", "0"):
         assert main(["check", settings[0], f"cluster.device_memory_gib={enough}"]) == 0
     assert main(["check", *settings, "optim.offload=cpu"]) == 0
