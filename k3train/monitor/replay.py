@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from k3train.config.compose import load_resolved
 from k3train.config.nearest import choices, divisors
 from k3train.config.problems import BadInput
 from k3train.config.schema import Quantile
@@ -34,7 +35,7 @@ def print_balance(run_dir: Path, console: Console, *, last: int, bins: int | Non
     if not records and next(read_records(path), None) is None:
         raise BadInput(f"{path} holds no record: nothing has been trained, or the file is damaged")
     if not records:
-        raise BadInput(f"{run_dir} has no record of balance by layer: set monitor.balance.layers_every_steps")
+        raise BadInput(f"{run_dir} has no record of balance by layer: {_why_none(run_dir)}")
     saved = list(read_saved(run_dir))
     if bins is not None and not any(_has_histogram(each) for _, each in saved):
         fix = (
@@ -49,6 +50,14 @@ def print_balance(run_dir: Path, console: Console, *, last: int, bins: int | Non
         console.print(_layer_table(audited, AUDIT_COLUMNS, "audited", 5))
     if saved:
         console.print(_histogram_table(saved, bins))
+
+
+def _why_none(run_dir: Path) -> str:
+    resolved = run_dir / "run.yaml"
+    model = load_resolved(resolved).model if resolved.is_file() else None
+    if model and model.num_dense_layers == model.num_layers and not model.mtp.num_layers:
+        return f"none of its layers has experts (model.num_dense_layers = {model.num_dense_layers})"
+    return "set monitor.balance.layers_every_steps"
 
 
 def layer_records(path: Path) -> dict[int, dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from k3train.config.compose import compose, replace_resolved, save_resolved
 from k3train.config.problems import BadInput
 from k3train.config.schema import BalanceAlarms, Quantile
 from k3train.monitor.alarms import AlarmBell
@@ -150,6 +151,12 @@ def test_a_file_without_a_record_is_damaged_and_one_without_balance_lacks_a_sett
         print_balance(tmp_path, Console(), last=9, bins=None)
     metrics.write_text(record(1).replace("balance", "step") + "\n")
     with pytest.raises(BadInput, match=r"set monitor\.balance\.layers_every_steps"):
+        print_balance(tmp_path, Console(), last=9, bins=None)
+    save_resolved(compose([]), tmp_path / "run.yaml")
+    with pytest.raises(BadInput, match=r"set monitor\.balance\.layers_every_steps"):
+        print_balance(tmp_path, Console(), last=9, bins=None)
+    replace_resolved(compose(["model.num_dense_layers=4"]), tmp_path / "run.yaml")
+    with pytest.raises(BadInput, match=r"none of its layers has experts \(model\.num_dense_layers = 4\)"):
         print_balance(tmp_path, Console(), last=9, bins=None)
 
 
