@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -155,30 +155,43 @@ def rank_memory(
     # Gradients pass through two rooms of the largest slice, those of experts through two of their own.
     rooms = sum(2 * pinned_bytes(4 * each) for each in largest.values() if each)
     host = state + rooms if on_host else 0
-    kept = [activations.chunk(pp_rank, chunk) for chunk in range(layout.vp)]
-    waiting = in_flight(layout, pp_rank, passes)
-    inputs = sum(activations.on_host(pp_rank, chunk) for chunk in range(layout.vp))
+    chunks = range(layout.vp)
+    kept = [activations.chunk(pp_rank, chunk) for chunk in chunks]
+    inputs = [activations.on_host(pp_rank, chunk) for chunk in chunks]
     return Memory(
         pp_rank=pp_rank,
         parts={
             "parameters": parameters,
             "gradients": gradients,
             "optimizer state": 0 if on_host else state,
-            "activations": sum(kept) * waiting // layout.vp + activations.recorded(),
+            "activations": most_waiting(kept, layout, pp_rank, passes) + activations.recorded(),
             "work space": activations.working(pp_rank),
         },
-        host=host + inputs * waiting // layout.vp,
+        host=host + most_waiting(inputs, layout, pp_rank, passes),
         saving=most_written(written[False], written[True], layout),
     )
 
 
-def in_flight(layout: Layout, pp_rank: int, passes: int) -> int:
-    """How many forward passes of chunks wait for their backward passes at most, in megatron-core's 1F1B and
-    interleaved schedules with ``passes`` micro-batches a step."""
+def most_waiting(kept: Sequence[int], layout: Layout, pp_rank: int, passes: int) -> int:
+    """Most bytes that forward passes hold for their backward passes at once, where one of each chunk of
+    ``pp_rank`` holds ``kept``: in megatron-core's 1F1B and interleaved schedules with ``passes``
+    micro-batches a step. More passes of the first chunks wait than of the last.
+    """
     if layout.vp == 1:
-        return min(passes, layout.pp - pp_rank)
+        return kept[0] * min(passes, layout.pp - pp_rank)
+    forward = [
+        chunk
+        for first in range(0, passes, layout.pp)
+        for chunk in range(layout.vp)
+        for _ in range(min(layout.pp, passes - first))
+    ]
     warm_up = 2 * (layout.pp - pp_rank - 1) + (layout.vp - 1) * layout.pp
-    return min(passes * layout.vp, warm_up + 1)
+    held = most = sum(kept[chunk] for chunk in forward[:warm_up])
+    for chunk, mirrored in zip(forward[warm_up:], forward, strict=False):  # one forward, one backward
+        held += kept[chunk]
+        most = max(most, held)
+        held -= kept[layout.vp - 1 - mirrored]
+    return most
 
 
 def state_bytes(assigned: Assignment, *, bf16: bool, on_host: bool) -> int:

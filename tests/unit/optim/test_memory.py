@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
 from k3train.__main__ import main
 from k3train.config.compose import compose
@@ -19,7 +21,7 @@ from k3train.optim.memory import (
     Memory,
     check_host_memory,
     host_shortage,
-    in_flight,
+    most_waiting,
     saving_bytes,
     stage_memory,
 )
@@ -124,7 +126,25 @@ def test_what_reduces_memory_reduces_the_estimate() -> None:
 )
 def test_passes_in_flight(parallel: Parallel, passes: int, most: list[int]) -> None:
     layout = make_layout(Model(num_layers=4), parallel, parallel.pp)
-    assert [in_flight(layout, rank, passes) for rank in range(layout.pp)] == most
+    kept = [1] * layout.vp
+    assert [most_waiting(kept, layout, rank, passes) for rank in range(layout.pp)] == most
+
+
+@pytest.mark.parametrize(("pp", "vp", "passes"), [(2, 2, 2), (2, 3, 8), (4, 2, 4), (4, 3, 16), (8, 2, 32)])
+def test_what_waits_is_what_megatron_core_s_order_of_chunks_leaves(pp: int, vp: int, passes: int) -> None:
+    """Chunks that keep unlike amounts: more passes of the first wait than of the last."""
+    layout = make_layout(Model(num_layers=pp * vp), Parallel(pp=pp, vp=vp), pp)
+    kept = [7**chunk for chunk in range(vp)]
+    for sizes in (kept, kept[::-1]):
+        for rank in range(pp):
+            table = get_schedule_table(passes, vp, pp)
+            warm_up = min(passes * vp, 2 * (pp - rank - 1) + (vp - 1) * pp)
+            held = most = 0
+            for chunk in convert_schedule_table_to_order(warm_up, vp, table):  # from 1, negative backward
+                held += sizes[chunk - 1] if chunk > 0 else -sizes[-chunk - 1]
+                most = max(most, held)
+            assert held == 0
+            assert most_waiting(sizes, layout, rank, passes) == most
 
 
 def test_too_small_a_device_is_refused_before_ranks_start(capsys: pytest.CaptureFixture[str]) -> None:
