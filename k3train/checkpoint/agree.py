@@ -8,30 +8,33 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException  # derives from BaseException
 
-from k3train.checkpoint.manifest import CheckpointError
+from k3train.backend.machine_faults import is_machine_fault
+from k3train.checkpoint.manifest import CheckpointError, CheckpointFault
 from k3train.config.problems import BadInput
 
 
 def every_rank[T](work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and return all results, by rank; every rank of the world must call this.
 
-    Raises CheckpointError on every rank, with the first rank's reason, when it raised on any.
+    Raises CheckpointError on every rank, with the first rank's reason, when it raised on any; CheckpointFault
+    when the machine failed there.
     """
-    outcome: tuple[bool, Any]
+    outcome: tuple[type[CheckpointError] | None, Any]
     try:
-        outcome = (True, work())
+        outcome = (None, work())
     except (Exception, CheckpointException) as error:  # peers must hear of it, or they wait for the timeout
-        outcome = (False, describe(error))
+        kind = CheckpointFault if is_machine_fault(error) else CheckpointError
+        outcome = (kind, describe(error))
     outcomes: list[Any] = [None] * world()
     if world() == 1:
         outcomes = [outcome]
     else:
         dist.all_gather_object(outcomes, outcome)
-    failures = [(rank, text) for rank, (ok, text) in enumerate(outcomes) if not ok]
+    failures = [(rank, kind, text) for rank, (kind, text) in enumerate(outcomes) if kind]
     if failures:
-        rank, text = failures[0]
+        rank, kind, text = failures[0]
         where = f" (rank {rank}; {len(failures)} of {world()} ranks failed)" if world() > 1 else ""
-        raise CheckpointError(f"{text}{where}")
+        raise kind(f"{text}{where}")
     return [value for _, value in outcomes]
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from k3train.checkpoint.agree import every_rank, on_first_rank, rank, world
 from k3train.checkpoint.listing import check_name, committed, complete, entries, none_usable
-from k3train.checkpoint.manifest import MANIFEST, PART, CheckpointError, check_files, read_manifest
+from k3train.checkpoint.manifest import (
+    MANIFEST,
+    PART,
+    CheckpointError,
+    CheckpointFault,
+    check_files,
+    read_manifest,
+)
 from k3train.checkpoint.trust import check_trusted
 from k3train.faults import point
 
@@ -70,6 +77,8 @@ def _why_not(step: int, path: Path, unfit: Unfit | None) -> str | None:
         return reason
     try:
         _verify_content(path)
+    except CheckpointFault:  # it says nothing of the checkpoint
+        raise
     except CheckpointError as error:
         return str(error)
     return None

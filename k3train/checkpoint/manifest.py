@@ -37,6 +37,11 @@ class CheckpointError(BadInput):
     """A checkpoint cannot be written or read; the message names the file, what is wrong and what to do."""
 
 
+class CheckpointFault(CheckpointError):
+    """Memory, a device or a connection failed while a checkpoint was read or written: nothing is wrong with
+    what was given, and another start may be spared it."""
+
+
 class CheckpointNotWritten(CheckpointError, Unavailable):
     """A checkpoint could not be written; the older ones are as they were."""
 

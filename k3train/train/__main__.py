@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from k3train.backend.start import end_process, seed_everything, start_backend, start_processes
+from k3train.checkpoint.manifest import CheckpointFault
 from k3train.config.compose import load_resolved
 from k3train.config.problems import BadInput, ConfigError, ConfigProblem, Stopped, Unavailable
 from k3train.config.schema import Run
@@ -46,6 +47,8 @@ def _main(resolved: Path) -> int:
             return _train(run)
     except Unavailable as error:
         code, message = EXIT_ENVIRONMENT, str(error)
+    except CheckpointFault as error:
+        code, message = EXIT_UNEXPECTED, str(error)
     except BadInput as error:
         code, message = EXIT_BAD_INPUT, str(error)
     except OSError as error:

@@ -7,30 +7,15 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from k3train.backend.machine_faults import is_machine_fault
 
 FOLDER = "failures"
 """Folder in the run's folder with one file for each rank that an error of the program has ended."""
 
-_FAULTS = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, dist.DistError, OSError)
-_WORDS = (
-    "CUDA",
-    "NCCL",
-    "gloo",
-    "out of memory",
-    "allocate memory",
-    "bad_alloc",
-    "new thread",
-    "onnection",
-    "imed out",
-)
-"""In messages of errors that torch gives no class of their own."""
-
 
 def may_pass(error: Exception) -> bool:
     """Whether another start may be spared the error: it is one of memory, a device, a disk or the network."""
-    return isinstance(error, _FAULTS) or any(word in str(error) for word in _WORDS)
+    return isinstance(error, OSError) or is_machine_fault(error)
 
 
 def note_failure(run_dir: Path, rank: int, error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from k3train.train.progress import Progress
 from k3train.train.rerun import Diagnosis
 from k3train.train.setup import StageSetup
 from k3train.train.signals import EXIT_BAD_STEP, EXIT_HARDWARE, EXIT_UNEXPECTED
+
+logger = logging.getLogger(__name__)
 
 RECORDS = "guards"
 """Folder in the run's folder with one file for each step that was found bad."""
@@ -90,7 +93,15 @@ def record_verdict(
         path.parent.mkdir(exist_ok=True)
         write_durably(path, json.dumps(content, indent=1).encode())
 
-    on_first_rank(write)
+    def write_or_warn() -> None:
+        try:
+            write()
+        except OSError as error:
+            if action is not Action.update:
+                raise
+            logger.warning("%s of a step that is trained all the same cannot be written: %s", path, error)
+
+    on_first_rank(write_or_warn)
     return Verdict(
         step=step,
         kind=kind,

@@ -203,6 +203,21 @@ def test_run_goes_back_and_leaves_out_what_led_to_a_spike(tmp_path: Path, killed
     assert read_train_state(aside)["step"] == 10
 
 
+def test_a_step_that_is_only_warned_of_needs_no_record(tmp_path: Path) -> None:
+    run = guarded_run(tmp_path, spike=OnSpike.warn)
+    Path(run.dir).mkdir()
+    (Path(run.dir) / "guards").write_text("a file where the records' folder should be")
+    one, other = train_with(run, [spike_in_step(11)])
+    assert one == other
+    assert one["code"] == 0
+    assert found(run)[11]["action"] == "warn"
+    run = guarded_run(tmp_path, "skips", spike=OnSpike.skip)
+    Path(run.dir).mkdir()
+    (Path(run.dir) / "guards").write_text("a file where the records' folder should be")
+    with pytest.raises(RanksFailed, match="guards: File exists"):
+        train_with(run, [spike_in_step(11)])
+
+
 def test_run_whose_checkpoints_are_all_from_within_what_a_spike_leaves_out_stops(tmp_path: Path) -> None:
     run = guarded_run(tmp_path, every_steps=10, spike=OnSpike.rollback, rollback_steps=4)
     one, other = train_with(run, [spike_in_step(11)])

@@ -1,0 +1,27 @@
+"""Which errors are the machine's: of memory, a device or a connection."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_CLASSES = (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError, dist.DistError)
+_WORDS = (
+    "CUDA",
+    "NCCL",
+    "gloo",
+    "out of memory",
+    "allocate memory",
+    "bad_alloc",
+    "new thread",
+    "onnection",
+    "imed out",
+)
+"""In messages of errors that torch gives no class of their own."""
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """Whether memory, a device or a connection failed, which another start may be spared."""
+    return isinstance(error, _CLASSES) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    )
