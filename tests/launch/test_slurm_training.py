@@ -71,7 +71,7 @@ def test_signal_save_requeue_and_the_same_loss(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(name, environment[name])
     run = _run(tmp_path, "job")
     script = slurm.render(run, grace_seconds=60, extra=[], python=sys.executable, folder=tmp_path)
-    assert slurm.submit(run, script, tmp_path) == 0
+    assert slurm.submit(run, script) == 0
     job = tmp_path / "job" / "job.sbatch"
     assert log.read_text() == f"sbatch {job}\n"
 
