@@ -16,9 +16,11 @@ from k3train.config.keys import closest_word
 from k3train.config.overrides import GROUPS, options_of
 from k3train.config.problems import ConfigProblem, shown
 
+_PATH = r"\w[\w.-]*(?:/\w[\w.-]*)*"
 _KEY = re.compile(
-    r"(?P<words>(?:(?:override|optional)\s+)*)(?P<slash>/?)(?P<group>[\w/.-]+)(?P<package>@\S*)?"
+    rf"(?P<words>(?:(?:override|optional)\s+)*)(?P<slash>/?)(?P<group>{_PATH})(?P<package>@\S*)?"
 )
+_FILE = re.compile(rf"(?P<slash>/?)(?P<path>{_PATH})(?:@\S*)?")
 _NO_FILES = ("_self_", "run_schema")
 """Entries for the file itself and, where composition starts, for the schema's defaults."""
 
@@ -151,9 +153,10 @@ def composition(directory: Path, root: str, overrides: list[str]) -> Composition
 
 def _read(entry: object, folder: str) -> Entry | None:
     """An entry in a file of ``folder``; None when it selects no file or is none."""
-    if isinstance(entry, str) and entry and entry not in _NO_FILES[: 1 if folder else 2]:
-        path = entry.partition("@")[0]
-        group, _, option = (path[1:] if path.startswith("/") else f"{folder}/{path}").rpartition("/")
+    if isinstance(entry, str) and entry not in _NO_FILES[: 1 if folder else 2]:
+        if (file := _FILE.fullmatch(entry)) is None:
+            return None
+        group, _, option = (file["path"] if file["slash"] else f"{folder}/{file['path']}").rpartition("/")
         return Entry(entry, group, (option,), by_path=True)
     if not isinstance(entry, Mapping) or len(cast("Mapping[object, object]", entry)) != 1:
         return None

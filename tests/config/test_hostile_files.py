@@ -129,6 +129,9 @@ def test_an_experiment_that_selects_what_is_not_there_is_named(configs: Path) ->
         ("null", ["has 'defaults: null'"]),
         ("[1]", ["has the entry 1 in its defaults list", "'override /GROUP: NAME'"]),
         ("['']", ["has the entry '' in its"]),
+        ("[./k3]", ["has the entry ./k3 in its"]),
+        ("[../model/k3]", ["has the entry ../model/k3 in its"]),
+        ("[/: k3]", ["has the entry {/: k3} in its"]),
         (
             "[{override /model: k3, override /data: k3}]",
             ["has the entry {override /model: k3, override /data"],
