@@ -26,6 +26,8 @@ from types import FrameType
 import slurm
 
 from k3train.config.compose import compose
+from k3train.config.keys import ANY_NAME, flattened
+from k3train.config.overrides import GROUPS
 from k3train.config.problems import REFUSALS, ConfigError, ConfigProblem, refusal, shown
 from k3train.config.schema import Device, Run
 from k3train.train.claim import cannot_write
@@ -101,15 +103,36 @@ def _refuse_odd_values(override: str, values: list[str]) -> None:
 
 
 def point_name(varied: list[tuple[str, str]]) -> str:
-    """Folder name of a point: keys, as short as they stay distinct, and values. The same in every sweep."""
-    last = [key.rpartition(".")[2] for key, _ in varied]
-    keys = last if len(set(last)) == len(last) else [key for key, _ in varied]
-    full = "_".join(f"{key}-{value}" for key, (_, value) in zip(keys, varied, strict=True))
+    """Folder name of a point: its varied keys, shortened, and values. The same in every sweep."""
+    full = "_".join(f"{short_key(key)}-{value}" for key, value in varied)
     plain = re.sub(r"[^\w.+-]", "-", full)
     if plain == full and len(plain) <= 100:
         return plain
     # Different values may look alike once they are plain.
     return f"{plain[:90]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def short_key(key: str) -> str:
+    """The shortest end of ``key`` that no other setting of the schema has: a sweep over another key must not
+    find these folders. A name that the user chose, such as a stage's, and what it is a name of, stay in it.
+
+    The whole key where it is a group of files, or no setting of its own.
+    """
+    parts = key.lstrip("+").split(".")
+    ends = [pattern.split(".") for pattern in (*flattened(), *GROUPS)]
+    own = next((end for end in ends if _fits(end, parts)), None)
+    if own is None:
+        return key
+    first = own.index(ANY_NAME) - 1 if ANY_NAME in own else len(own) - 1
+    starts = range(first, -1, -1)
+    start = next((at for at in starts if sum(end[at - len(own) :] == own[at:] for end in ends) == 1), 0)
+    return ".".join(parts[start:])
+
+
+def _fits(pattern: list[str], parts: list[str]) -> bool:
+    return len(pattern) == len(parts) and all(
+        each in (part, ANY_NAME) for each, part in zip(pattern, parts, strict=True)
+    )
 
 
 def points(overrides: list[str], config_dir: str | None) -> list[Point]:

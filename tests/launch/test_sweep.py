@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import sweep
 
+from k3train.config.keys import flattened
+from k3train.config.overrides import GROUPS
 from k3train.config.problems import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,24 @@ def test_point_names_are_plain_distinct_and_stable() -> None:
     assert len(names) == 3
     assert all("/" not in name and " " not in name and len(name) <= 100 for name in names)
     assert len(sweep.point_name([("name", "x" * 300)])) <= 100
+
+
+def test_no_two_settings_share_a_folder_and_simple_names_stay() -> None:
+    def name(key: str) -> str:
+        return sweep.point_name([(key, "1")])
+
+    short, long = (name(f"curriculum.stages.{stage}.learning_rate.peak") for stage in ("s64", "s256"))
+    assert (short, long) == ("stages.s64.learning_rate.peak-1", "stages.s256.learning_rate.peak-1")
+    assert name("seed") == "seed-1"
+    assert name("optim.learning_rate") == name("++optim.learning_rate") == "learning_rate-1"
+    assert name("model.moe.router.rule") == "rule-1"
+    assert name("parallel.tp") == "parallel.tp-1"
+    assert name("curriculum.stages.s64.parallel.tp") == "stages.s64.parallel.tp-1"
+    assert name("data.heldout.seed") == "heldout.seed-1"
+    assert name("optim") == "optim-1"
+    # With one name for all that the user may choose, other than any that the schema has.
+    keys = [key.replace("*", "mine") for key in flattened()]
+    assert len({name(key) for key in [*keys, *GROUPS]}) == len(keys) + len(GROUPS)
 
 
 def test_a_wrong_point_stops_the_sweep_before_anything_runs() -> None:
