@@ -247,8 +247,9 @@ def draw_window(
     after, drawn = dict(at.positions), dict(at.drawn)
     for name, weight in weights.items():
         wanted = weight * target - at.drawn[name]
-        # What would be left of the epoch must be worth a sequence, or it would make one of mostly padding.
-        if remaining[name] - wanted < context_tokens:
+        # What would be left of the epoch must be worth a sequence, or it would make one of mostly padding. A
+        # source that owes nothing gives nothing: one smaller than a context would give an epoch each window.
+        if 0 < wanted and remaining[name] - wanted < context_tokens:
             wanted = remaining[name]
         window[name], after[name] = streams[name].take(positions[name], wanted, context_tokens)
         drawn[name] += window[name].tokens

@@ -22,7 +22,7 @@ from k3train.data.trail import Place, Trail
 
 MIN_WINDOW_SEQUENCES = 64
 """A window holds at least this many sequences, or best fit has too little to choose from."""
-FORMAT = 1
+FORMAT = 2
 """Raised when the same inputs give another order."""
 
 

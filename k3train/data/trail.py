@@ -1,16 +1,17 @@
-"""Places that an order has passed: all of the latest, and fewer the further back, so that they stay few."""
+"""Places that an order has passed: few of them, however long it is."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass
 
 from k3train.data.mix import Drawing
 
-RECENT = 256
-"""Latest places that are all kept: batches are made ahead and saved behind within these."""
-OLDER = 1024
-"""Places before them that are kept at most. Each takes some 5 kB: 6 MB in all, however long the run."""
+LATEST = 256
+"""Places made last that are kept: batches are made ahead and saved behind within these."""
+SPREAD = 1024
+"""Places kept at most over all of the stage. Each takes some 5 kB: 6 MB in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,39 +27,34 @@ class Place:
 
 
 class Trail:
-    """Places in ascending order, the first of which is never given up.
-
-    When there are too many, every second of the older ones goes: what lay there is planned again from the
-    place before it.
+    """Places of a stage: those made last, wherever they lie, and some spread evenly over all that was ever
+    passed. What lies between is planned again from the place before it.
     """
 
     def __init__(self, start: Place) -> None:
-        self._places = [start]
+        self._spread = [start]
         self._every = 1
+        self._latest: deque[Place] = deque(maxlen=LATEST)
 
     def __len__(self) -> int:
-        return len(self._places)
-
-    @property
-    def start(self) -> Place:
-        """The first place."""
-        return self._places[0]
+        return len(self._spread) + len(self._latest)
 
     def add(self, place: Place) -> None:
-        """Keep a place if it is the furthest so far."""
-        if place.window <= self._places[-1].window:
-            return
-        self._places.append(place)
-        if len(self._places) > RECENT + OLDER:
-            self._thin()
+        """Keep a place that has just been made, from the one before it."""
+        self._latest.append(place)
+        if place.window > self._spread[-1].window and self._is_due(place):
+            self._spread.append(place)
+        if len(self._spread) > SPREAD:
+            self._every *= 2
+            self._spread = [each for each in self._spread if self._is_due(each)]
 
     def before(self, sequence: int) -> Place:
         """The last place kept at which a sequence or one before it begins."""
-        assert sequence >= self.start.first_sequence, f"sequence {sequence} lies before the mark"
-        return self._places[bisect_right(self._places, sequence, key=lambda place: place.first_sequence) - 1]
+        start = self._spread[0]
+        assert sequence >= start.first_sequence, f"sequence {sequence} lies before the mark"
+        nearest = bisect_right(self._spread, sequence, key=lambda place: place.first_sequence) - 1
+        near = [place for place in self._latest if place.first_sequence <= sequence]
+        return max([self._spread[nearest], *near], key=lambda place: place.window)
 
-    def _thin(self) -> None:
-        self._every *= 2
-        start, older, recent = self._places[0], self._places[1:-RECENT], self._places[-RECENT:]
-        kept = [place for place in older if (place.window - start.window) % self._every == 0]
-        self._places = [start, *kept, *recent]
+    def _is_due(self, place: Place) -> bool:
+        return (place.window - self._spread[0].window) % self._every == 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3train.data import trail
+from k3train.data import plan, trail
 from k3train.data.batch import Piece
 from k3train.data.mix import Exhausted, Pieces, Position, Stream
 from k3train.data.order import key_of, keyed_hash, shuffled
@@ -334,8 +334,8 @@ def test_a_long_stage_keeps_few_places_and_finds_every_sequence_again(
         return [at.values() for number in (1, 63, 777, 2500) for at in order.end(number).values()]
 
     windows = len(whole._trail)
-    monkeypatch.setattr(trail, "RECENT", 4)
-    monkeypatch.setattr(trail, "OLDER", 8)
+    monkeypatch.setattr(trail, "LATEST", 4)
+    monkeypatch.setattr(trail, "SPREAD", 8)
     order = planned()
     assert [order.sequence(number) for number in range(total)] == expected
     assert len(order._trail) <= 12 < windows
@@ -347,6 +347,36 @@ def test_a_long_stage_keeps_few_places_and_finds_every_sequence_again(
     again.go_to(order.mark(total // 2))
     assert [again.sequence(number) for number in range(total // 2, total)] == expected[total // 2 :]
     assert len(again._trail) <= 12
+
+
+def test_a_stage_that_is_planned_to_its_end_is_walked_without_planning_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a run does: the whole plan first, to see that text suffices; then step by step, and saves behind."""
+    monkeypatch.setattr(trail, "LATEST", 6)
+    monkeypatch.setattr(trail, "SPREAD", 8)
+    made = []
+    draw = plan.draw_window
+    monkeypatch.setattr(plan, "draw_window", lambda *given, **sizes: made.append(1) or draw(*given, **sizes))
+    order = stage_order([stream("a", natural_lengths(20_000))], {"a": 1.0}, 64)
+    sequences = 64 * 100
+    order.end(sequences)
+    windows = len(made)
+    assert windows > 50
+    for first in (0, sequences // 2):
+        order.sequence(first)
+        made.clear()
+        for number in range(first, first + 64 * 20):
+            order.sequence(number)
+        assert len(made) <= 22
+        made.clear()
+        order.consumed(first + 64 * 18)
+        order.end(first + 64 * 18)
+        assert len(made) <= 2
+    for number in random.Random(3).sample(range(sequences), 20):
+        made.clear()
+        order.sequence(number)
+        assert len(made) <= 2 * windows / trail.SPREAD + 2, "places are spread evenly"
 
 
 def test_a_plan_of_four_times_the_tokens_takes_about_four_times_as_long() -> None:
