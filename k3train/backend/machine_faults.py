@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import torch
 import torch.distributed as dist
 
@@ -18,10 +20,15 @@ _WORDS = (
     "imed out",
 )
 """In messages of errors that torch gives no class of their own."""
+_NUMBERS = (errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EREMOTEIO, errno.ENOMEM, errno.EAGAIN)
+"""Of files that a server or the kernel could not give at the moment. EIO is left out: a disk says it of what
+is lost."""
 
 
 def is_machine_fault(error: BaseException) -> bool:
     """Whether memory, a device or a connection failed, which another start may be spared."""
+    if isinstance(error, OSError) and error.errno in _NUMBERS:
+        return True
     return isinstance(error, _CLASSES) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
     )

@@ -131,34 +131,36 @@ def clear_leftovers(directory: Path) -> None:
             logger.warning("%s, left by an interrupted save, stays: %s", path, error.strerror)
 
 
-def set_aside(directory: Path, *, after: int) -> None:
-    """Give the checkpoints of steps after ``after`` another name. Only one rank.
+def set_aside(directory: Path, unfit: Unfit, *, after: int) -> None:
+    """Give the checkpoints of steps after ``after`` that are ``unfit`` another name. Only one rank.
 
-    A run that goes on from ``after`` had reasons to pass them over: damage, or steps that it leaves out
-    since. It will make others of these steps, and must not take the old ones for its newest. They stay on the
-    disk until ``prune`` finds them older than all that it keeps.
+    A run that has gone back to ``after`` makes others of these steps, and must not take the old ones for its
+    newest. They stay on the disk until ``prune`` finds them older than all that it keeps. One that could only
+    not be read keeps its name: it may be well at the next start.
     """
     for step, path in committed(directory):
-        if step > after:
+        if step > after and unfit(step, path):
             aside = directory / scratch_name(step, "passed")
             logger.warning("checkpoint %s, which is passed over, is now %s", path.name, aside.name)
             path.rename(aside)
 
 
-def prune(directory: Path, *, keep: int, reach: int = 0) -> list[str]:
+def prune(directory: Path, *, keep: int, reach: int = 0, written: int | None = None) -> list[str]:
     """Delete old checkpoints and return the names of their folders. Only one rank.
 
     The newest ``keep`` (never fewer than 2) complete ones stay, the milestones, and the newest one that is
-    ``reach`` steps older than the newest of all. Only complete ones count; one that is damaged or was passed
-    over goes once it is older than the ``keep`` newest.
+    ``reach`` steps older than ``written``, the step that was just saved (None: the newest of all). Those
+    after ``written``, which the run could not go on from, neither count nor go. One that is damaged or was
+    set aside goes once it is older than the ``keep`` newest.
     """
     manifests = {step: manifest for step, _, manifest in complete(directory)}
-    steps = sorted(manifests, reverse=True)
+    written = max(manifests, default=0) if written is None else written
+    steps = sorted((step for step in manifests if step <= written), reverse=True)
     newest = steps[: max(2, keep)]
     if len(newest) < max(2, keep):
         return []
     stay = {step for step, manifest in manifests.items() if manifest.milestone}
-    stay.update([step for step in steps if step <= steps[0] - reach][:1])
+    stay.update([step for step in steps if step <= written - reach][:1])
     going = [(step, path) for step, path in committed(directory) if step not in stay]
     going += [(int(m[1]), path) for path in entries(directory) if (m := _PASSED.fullmatch(path.name))]
     deleted = []

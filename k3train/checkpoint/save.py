@@ -294,6 +294,6 @@ def _prune(begun: _Begun) -> None:
     if rank() != 0:
         return
     try:
-        prune(begun.final.parent, keep=begun.save.keep, reach=begun.save.reach)
+        prune(begun.final.parent, keep=begun.save.keep, reach=begun.save.reach, written=begun.step)
     except OSError as error:  # the new checkpoint is there and good
         logger.warning("an old checkpoint cannot be deleted: %s: %s", error.filename, error.strerror)

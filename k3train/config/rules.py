@@ -445,7 +445,16 @@ def _rollback(run: Run) -> Problems:
     what is left out, or there is nothing to go back to."""
     steps, keep, every = run.guards.rollback_steps, run.checkpoint.keep, run.checkpoint.every_steps
     need = -(-(steps - 1) // (keep - 1))
-    if run.guards.spike is OnSpike.rollback and 0 < every < need:
+    if run.guards.spike is OnSpike.rollback and every == 0:
+        yield ConfigProblem(
+            "checkpoint.every_steps",
+            every,
+            "saves at the end of a stage only, and guards.spike = rollback would go back to there",
+            f"Use {need} or more, or another guards.spike",
+            "guards.rollback",
+            ("guards.spike",),
+        )
+    elif run.guards.spike is OnSpike.rollback and every < need:
         rule = (
             f"and checkpoint.keep = {keep} do not reach back before the guards.rollback_steps = {steps} "
             "steps that a spike leaves out, so the run would stop in place of going back"

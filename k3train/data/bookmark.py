@@ -50,7 +50,7 @@ def find_place(
     """The place of a ``kept`` bookmark, in ``stage`` or one before; None when all must be planned again.
 
     That is so when the bookmark has not the form of this k3train's, and when something that decided the text
-    before it is another now and ``resume.override`` is set. Without that a CorpusError names it.
+    before it is another now and ``resume.override`` accepts that. Without that a CorpusError names it.
     """
     try:
         place, names = _read(kept, run, table, stage, streams)
@@ -60,13 +60,18 @@ def find_place(
     if not names:
         return place
     told = f"{', '.join(names)} changed since the checkpoint"
-    if not run.resume.override:
+    if not may_move_text(run):
         raise CorpusError(
             f"this run would not go on with the text that it was trained on: {told}; restore the old value, "
             f"start another run with another name, or accept it with resume.override=[{','.join(names)}]."
         )
     logger.warning("%s: all text before it is planned again", told)
     return None
+
+
+def may_move_text(run: Run) -> bool:
+    """Whether ``resume.override`` accepts a change of what decides the order of the text."""
+    return any(group.partition(".")[0] in ("seed", "data", "curriculum") for group in run.resume.override)
 
 
 def _read(

@@ -249,7 +249,7 @@ def draw_window(
         wanted = weight * target - at.drawn[name]
         # What would be left of the epoch must be worth a sequence, or it would make one of mostly padding. A
         # source that owes nothing gives nothing: one smaller than a context would give an epoch each window.
-        if 0 < wanted and remaining[name] - wanted < context_tokens:
+        if wanted > 0 and remaining[name] - wanted < context_tokens:
             wanted = remaining[name]
         window[name], after[name] = streams[name].take(positions[name], wanted, context_tokens)
         drawn[name] += window[name].tokens

@@ -53,6 +53,10 @@ class StageData:
         """sha256 of what decides this stage's order; must be equal on all ranks."""
         return self._order.fingerprint()
 
+    def corpora(self) -> dict[str, str]:
+        """The text of every source of the run, as a hash."""
+        return {name: corpus.fingerprint for name, corpus in self._corpora.items()}
+
     def inputs(self) -> dict[str, Any]:
         """The plain values behind the fingerprint."""
         return self._order.inputs()

@@ -141,6 +141,8 @@ def _too_little(stream: Stream, wanted: float) -> ConfigProblem:
     """A source that the stages use up. Packing may take a little more of it than its weight says."""
     needed = max(int(wanted), stream.allowed_tokens)
     epochs = math.ceil(1.02 * needed / stream.epoch_tokens * 10 + 1e-6) / 10
+    if epochs <= stream.max_epochs:
+        epochs = math.floor(stream.max_epochs) + 1
     return ConfigProblem(
         key=f"data.sources.{stream.name}.max_epochs",
         value=stream.max_epochs,

@@ -186,11 +186,12 @@ def find_progress(run: Run) -> tuple[Path | None, Progress]:
         clear_leftovers(folder)
     dist.barrier()
     left_out = read_left_out(Path(run.dir))
-    latest = newest_good(folder, partial(trained_what_is_left_out, left_out))
+    unfit = partial(trained_what_is_left_out, left_out)
+    latest = newest_good(folder, unfit)
     progress = Progress()
     if latest is not None:
         progress = go_on(run, read_train_state(latest), latest)
-        on_first_rank(lambda: set_aside(folder, after=progress.step))
+        on_first_rank(lambda: set_aside(folder, unfit, after=progress.step))
     # Written after the checkpoint, when a step was left out since.
     progress.guards.left_out = left_out or progress.guards.left_out
     return latest, progress

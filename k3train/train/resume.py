@@ -16,6 +16,7 @@ from k3train.config.compare import check_whole_steps, compare, identity_problems
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table, total_tokens
+from k3train.data.bookmark import may_move_text
 from k3train.data.indexed import CorpusError
 from k3train.data.same_text import check_same_text
 from k3train.optim.schedule import bend
@@ -36,7 +37,7 @@ def train_state(setup: StageSetup, progress: Progress) -> dict[str, Any]:
         "versions": versions(setup.run.data.tokenizer),
         "data": {
             "fingerprint": setup.data.fingerprint(),
-            "corpora": _corpora(setup),
+            "corpora": _drawn(setup),
             "consumed_tokens": setup.data.consumed(stage_steps),
             "positions": setup.data.positions(stage_steps),
             "bookmark": setup.data.bookmark(stage_steps),
@@ -104,16 +105,21 @@ def check_text(setup: StageSetup, progress: Progress, state: dict[str, Any] | No
     others. Every rank must call this."""
     same_on_every_rank({"data": setup.data.fingerprint()})
     trained = {} if state is None else state.get("data", {})
-    check_same_text(setup.run, trained.get("corpora", {}), _corpora(setup))
+    check_same_text(setup.run, trained.get("corpora", {}), setup.data.corpora())
     here = setup.data.positions(setup.plan.steps_done(progress.tokens))
     for name, position in trained.get("positions", {}).items():
-        if here.get(name, position) != position and not setup.run.resume.override:
+        if here.get(name, position) != position and not may_move_text(setup.run):
             raise CorpusError(
                 f"data.sources.{name}: this k3train would go on at {here[name]}, and the checkpoint was "
                 f"written at {position} (epoch, tokens, tokens given back): use the version that wrote it."
             )
 
 
-def _corpora(setup: StageSetup) -> dict[str, str]:
-    """Hash of the text of each source that the stage draws from."""
-    return {name: source["corpus"] for name, source in setup.data.inputs()["sources"].items()}
+def _drawn(setup: StageSetup) -> dict[str, str]:
+    """Hash of the text of each source that this stage or one before draws from; an empty mix names all."""
+    mixes = [plan.stage.mix for plan in setup.table[: setup.plan.index + 1]]
+    return {
+        name: text
+        for name, text in setup.data.corpora().items()
+        if any(not mix or mix.get(name, 0) > 0 for mix in mixes)
+    }

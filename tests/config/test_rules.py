@@ -267,12 +267,18 @@ def test_every_rule_is_tested() -> None:
     assert {"run.name", "guards.rollback"} <= {row[0] for row in BROKEN}
 
 
-@pytest.mark.parametrize("changes", [{"guards.spike": "warn"}, {"checkpoint.every_steps": 0},
-                                     {"checkpoint.every_steps": 4}, {"checkpoint.keep": 4},
-                                     {"guards.rollback_steps": 7}])  # fmt: skip
+@pytest.mark.parametrize("changes", [{"guards.spike": "warn"}, {"checkpoint.every_steps": 4},
+                                     {"checkpoint.keep": 4}, {"guards.rollback_steps": 7}])  # fmt: skip
 def test_a_rollback_that_has_its_checkpoint_is_accepted(changes: dict[str, Any]) -> None:
     (row,) = [row for row in BROKEN if row[0] == "guards.rollback"]
     assert one_stage({**row[1], **changes}) == []
+
+
+def test_a_rollback_needs_checkpoints_within_stages() -> None:
+    (row,) = [row for row in BROKEN if row[0] == "guards.rollback"]
+    (problem,) = one_stage({**row[1], "checkpoint.every_steps": 0})
+    assert "saves at the end of a stage only" in str(problem)
+    assert "Use 4 or more" in str(problem)
 
 
 @pytest.mark.parametrize("text", ["", " "])

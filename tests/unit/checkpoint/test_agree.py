@@ -21,6 +21,7 @@ ERRORS = {
     "RuntimeError: [enforce fail] can't allocate memory": RuntimeError(
         "[enforce fail] can't allocate memory"
     ),
+    "a.distcp: Stale file handle": OSError(errno.ESTALE, "Stale file handle", "a.distcp"),
     "ValueError: CUDA is a word here": ValueError("CUDA is a word here"),
     "a.distcp: No space left on device": OSError(errno.ENOSPC, "No space left on device", "a.distcp"),
     "a.distcp is damaged": CheckpointError("a.distcp is damaged"),
@@ -44,7 +45,7 @@ def _fail(rank: int) -> list[tuple[type, str]]:
 def test_every_rank_raises_what_one_has_met() -> None:
     one, other = run_ranks(2, _fail)
     assert one == other
-    assert [kind for kind, _ in one] == [CheckpointFault] * 3 + [CheckpointError] * 3
+    assert [kind for kind, _ in one] == [CheckpointFault] * 4 + [CheckpointError] * 3
     assert [text for _, text in one] == [f"{text} (rank 1; 1 of 2 ranks failed)" for text in ERRORS]
 
 

@@ -112,11 +112,11 @@ def test_prune_never_leaves_fewer_than_two(tmp_path: Path) -> None:
     assert names(tmp_path) == [step_name(20), step_name(30)]
 
 
-def test_what_is_passed_over_does_not_count_and_goes_when_the_run_has_overtaken_it(tmp_path: Path) -> None:
+def test_what_is_left_out_does_not_count_and_goes_when_the_run_has_overtaken_it(tmp_path: Path) -> None:
     """The run has gone back to step 30, and saves at steps below those that it must not use again."""
     for step in (10, 20, 30, 40, 50):
         make(tmp_path, step, milestone=step == 30)
-    set_aside(tmp_path, after=30)
+    set_aside(tmp_path, lambda step, path: "left out" if step > 35 else None, after=30)
     assert newest_good(tmp_path) == tmp_path / step_name(30)
     assert [name.partition(".passed-")[0] for name in names(tmp_path) if ".passed-" in name] == [
         step_name(40),
@@ -135,6 +135,17 @@ def test_what_is_passed_over_does_not_count_and_goes_when_the_run_has_overtaken_
         [step_name(30), step_name(47), passed[1], step_name(51)],
         [step_name(30), step_name(51), step_name(60)],
     ]
+
+
+def test_what_could_not_be_read_keeps_its_name_and_takes_no_place(tmp_path: Path) -> None:
+    """One start went on from step 20, for a reason that may pass; the next may find step 50 well."""
+    for step in (10, 20, 50):
+        make(tmp_path, step, milestone=step == 50)
+    set_aside(tmp_path, lambda step, path: None, after=20)
+    for step in (30, 40):
+        make(tmp_path, step)
+        prune(tmp_path, keep=2, written=step)
+    assert names(tmp_path) == [step_name(step) for step in (30, 40, 50)]
 
 
 def test_prune_spares_what_a_rollback_can_use(tmp_path: Path) -> None:
