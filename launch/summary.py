@@ -25,8 +25,14 @@ from k3train.config.schema import Run
 from k3train.config.trained import CHECKPOINTS
 from k3train.curriculum.stages import StagePlan, stage_table, total_tokens
 from k3train.monitor.metrics_file import METRICS, read_records
+from k3train.monitor.record import EvalRecord, StepRecord
 
 SETTINGS = "run.yaml"
+NEEDED = {
+    StepRecord.kind: {"step": int, "stage": str, "step_seconds": float},
+    EvalRecord.kind: {"step": int, "tokens": int, "heldout": str, "context_tokens": int, "loss": float},
+}
+"""What a record must hold to be counted, by its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +51,14 @@ class StageSummary:
 def read(path: Path) -> list[dict[str, Any]]:
     """Records of metrics.jsonl, those of steps that were trained twice only once: as trained last.
 
-    Raises BadInput when there is no record, OSError when the file cannot be read.
+    One that is not whole is passed over with a warning. Raises BadInput when there is no record, OSError when
+    the file cannot be read.
     """
     if not path.exists():
         raise BadInput(f"{path} is not there: nothing has been trained, or the file was moved; put it back")
     same = ("kind", "step", "event", "heldout", "context_tokens")
-    latest = {tuple(record.get(key) for key in same): record for record in read_records(path)}
+    records = read_records(path, NEEDED)
+    latest = {tuple(str(record.get(key)) for key in same): record for record in records}
     if not latest:
         raise BadInput(f"{path} holds no record: nothing has been trained, or the file is damaged")
     return list(latest.values())

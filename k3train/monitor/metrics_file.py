@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from k3train.config.json_file import parse_json
@@ -55,10 +56,13 @@ class MetricsFile:
             raise OSError(error.errno, error.strerror, self._file.name) from error
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(
+    path: Path, needed: Mapping[str, Mapping[str, type]] = MappingProxyType({})
+) -> Iterator[dict[str, Any]]:
     """Every record in the order of writing, as JSON data; nothing when the file does not exist.
 
-    A line that a kill cut short is passed over with a warning.
+    A line that a kill cut short is passed over with a warning, and so is a record without a field that
+    ``needed`` has for its kind, or with one of another type.
     """
     if not path.exists():
         return
@@ -68,13 +72,18 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 record = _decode(parse_json(text))
-                ours = isinstance(record, dict) and "kind" in record and type(record.get("attempt")) is int
+                ours = isinstance(record, dict) and _has(record, {"kind": str, "attempt": int})
+                ours = ours and _has(record, needed.get(record["kind"], {}))
             except ValueError:
                 ours = False
             if not ours:
                 logger.warning("%s: line %d is incomplete and is passed over", path, number)
                 continue
             yield record
+
+
+def _has(record: dict[str, Any], fields: Mapping[str, type]) -> bool:
+    return all(type(record.get(name)) is kind for name, kind in fields.items())
 
 
 def read_steps(path: Path) -> list[StepRecord]:

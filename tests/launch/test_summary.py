@@ -78,6 +78,23 @@ def test_steps_trained_twice_count_once_as_trained_last_and_a_cut_line_is_passed
     assert one.heldout["heldout"] == (None, 4.0)
 
 
+def test_records_that_are_not_whole_are_passed_over_with_their_line(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = stage_table(run)[0]
+    context = plan.stage.context_tokens
+    whole = [step(1, plan.name, 2.0), evaluation(1, context, 8.25), evaluation(2, context, 8.0)]
+    cut = [{key: each[key] for key in each if key != name} for each in whole for name in each]
+    odd = [each | {name: value} for each in whole for name in each for value in (None, [1], {}, True)]
+    write(run, *whole, *cut, *odd, {"kind": "event", "attempt": 1, "event": ["odd"], "step": {}})
+    path = Path(run.dir) / "metrics.jsonl"
+    one = summary.summarise(run, summary.read(path))[0]
+    assert one.steps == 1
+    assert one.tokens_per_second == plan.stage.batch_tokens / 2.0
+    assert one.heldout["heldout"] == (8.25, 8.0)
+    assert f"{path}: line 4 is incomplete and is passed over" in caplog.text
+
+
 def test_the_state_comes_from_the_newest_complete_checkpoint(run: Run) -> None:
     folder = Path(run.dir) / "checkpoints"
     assert summary.state(run) == "new"
