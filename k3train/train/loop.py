@@ -47,7 +47,7 @@ def train(run: Run, device: torch.device) -> int:
     watch.enter("verification", 0)
     latest, progress = find_progress(run)
     report = Report(run, table)
-    saver = Saver(run, report)
+    saver = Saver(run, report, watch)
     watch.tell = report.hung
     try:
         report.run_started(run, progress, latest)
@@ -136,8 +136,6 @@ def train_stage(
                 stopping |= measure(setup, progress, report, stop, [plan.stage.context_tokens])
             if ended or stopping or is_due(progress.step, run.checkpoint.every_steps):
                 how = saver.save_now if ended or stopping else saver.save
-                beside = how == saver.save and run.checkpoint.asynchronous
-                watch.enter("start of a save" if beside else "save", progress.step)
                 with stop.pause():
                     path = how(setup, progress, milestone=ended)
                 if ended:

@@ -17,6 +17,7 @@ from k3train.train.progress import Progress
 from k3train.train.report import Report
 from k3train.train.resume import train_state
 from k3train.train.setup import StageSetup
+from k3train.train.watchdog import SAVE, SAVE_START, SAVE_WAIT, Watchdog
 
 _LONGEST_PAUSE_SECONDS = 60.0
 
@@ -30,8 +31,8 @@ class Saver:
     ``checkpoint.max_failures`` have failed; then CheckpointNotWritten is raised.
     """
 
-    def __init__(self, run: Run, report: Report) -> None:
-        self._run, self._report = run, report
+    def __init__(self, run: Run, report: Report, watch: Watchdog) -> None:
+        self._run, self._report, self._watch = run, report, watch
         self._pending: PendingSave | None = None
         self._pending_of: Progress | None = None
         self._failures = 0
@@ -45,6 +46,7 @@ class Saver:
             self._report.save_skipped(progress)
             return None
         self.finish()
+        self._watch.enter(SAVE_START if self._run.checkpoint.asynchronous else SAVE, progress.step)
         moment = self._moment(setup, progress, milestone=milestone)
         try:
             if self._run.checkpoint.asynchronous:
@@ -64,6 +66,7 @@ class Saver:
         """
         self.finish()
         while True:
+            self._watch.enter(SAVE, progress.step)
             try:
                 path = save_checkpoint(self._moment(setup, progress, milestone=milestone))
             except CheckpointNotWritten as error:
@@ -78,7 +81,9 @@ class Saver:
         self._settle(wait=False)
 
     def finish(self) -> None:
-        """Wait for the pending save."""
+        """Wait for the pending save, however slow its disk is."""
+        if self._pending and self._pending_of:
+            self._watch.enter(SAVE_WAIT, self._pending_of.step)
         self._settle(wait=True)
 
     def close(self) -> None:

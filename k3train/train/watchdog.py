@@ -29,6 +29,10 @@ from k3train.train.signals import EXIT_HUNG
 STACKS = "stacks"
 """Folder in the run's folder; each alarm has a folder in it with one file a rank."""
 
+SAVE, SAVE_START = "save", "start of a save"
+SAVE_WAIT = "wait for a save"
+"""A section without experience: a pending save is seldom waited for, and as long as its disk wants."""
+
 _MEMORY = 32
 """Durations of a section that are remembered."""
 _FACTOR = 10
@@ -88,14 +92,14 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: str, step: int) -> None:
-        """Begin verification, setup, step, evaluation or save; the section before is over.
+        """Begin verification, setup, step, evaluation, save or wait for one; the section before is over.
 
         A setup forgets the past: another stage takes another time.
         """
         now = time.monotonic()
         if section == "setup":
             self._past.clear()
-        elif self._section != "setup":
+        elif self._section not in ("setup", SAVE_WAIT):
             self._past[self._section].append(now - self._since)
         past = self._past[section]
         # In this order: the thread may look at any moment.

@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from k3train.checkpoint.listing import committed
 from k3train.checkpoint.manifest import read_manifest
 from k3train.checkpoint.stage import TRAIN_STATE
@@ -17,8 +19,10 @@ from k3train.config.problems import Unavailable
 from k3train.config.schema import Checkpoint, Run, WhenBusy
 from k3train.faults import PLAN_VARIABLE, plan_from_environment
 from k3train.monitor.metrics_file import METRICS
+from k3train.train.signals import EXIT_BAD_STEP, EXIT_DONE
 from tests.ranks import run_ranks
 from tests.train.runs import losses, make_run, records, train_rank, train_run
+from tests.train.test_guards import guarded_run, train_with
 
 
 def saved(run: Run) -> dict[str, dict]:
@@ -82,6 +86,19 @@ def test_a_save_that_is_due_too_early_is_left_out_when_asked(tmp_path: Path) -> 
     assert left_out
     assert len(left_out) + len(found) == 12
     assert "step_00000012" in found
+
+
+@pytest.mark.parametrize("then", ["the next is due", "a step is too bad"])
+def test_a_slow_disk_is_no_hang(tmp_path: Path, then: str) -> None:
+    run = guarded_run(tmp_path, hang_floor_seconds=4, hang_ceiling_seconds=200)
+    run.checkpoint = Checkpoint(every_steps=2, keep=100, asynchronous=True)
+    slow = {"point": "ckpt.after_shard_write", "kind": "slow", "seconds": 25, "rank": 1, "step": 8}
+    bad = {"point": "step.loss", "kind": "nan", "rank": 0, "step": 9, "times": 0}
+    stops = then == "a step is too bad"
+    one, other = train_with(run, [slow, bad] if stops else [slow])
+    assert one == other
+    assert one["code"] == (EXIT_BAD_STEP if stops else EXIT_DONE)
+    assert "step_00000008" in saved(run)
 
 
 def train_on_full_disk(rank: int, run: Run, *, room_after_failures: int) -> int | str:
