@@ -159,7 +159,7 @@ def measure(
 
     Raises NotFinite when a held-out loss is NaN or infinite.
     """
-    with stop.pause():
+    with stop.pause("pass"):
         losses, stopping = evaluate(setup, contexts, stop)
     report.evaluation(setup, progress, losses, complete=not stopping)
     for each in losses:

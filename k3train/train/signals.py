@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ EXIT_STOPPED = 75
 END_TIME = "K3TRAIN_END_TIME"
 """Environment variable: the second since 1970 at which ranks must have ended, however often they start."""
 _SLURM_END_TIME = "SLURM_JOB_END_TIME"
+
+type Timed = Literal["step", "pass", "save"]
+"""What time is counted as."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +65,9 @@ class StopRequest:
         self._clock = clock
         self._deadline = None if seconds_left is None else clock() + seconds_left
         self._margin = margin_seconds
-        self._longest = {"step": 0.0, "pause": 0.0}
-        self._last_poll: float | None = None
+        self._longest: dict[Timed, float] = {"step": 0.0, "pass": 0.0, "save": 0.0}
+        self._timed: Timed = "step"
+        self._since: float | None = None
         # Ranks have sessions of their own: nothing else tells them that torch's agent was killed.
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -76,8 +81,8 @@ class StopRequest:
     def poll(self) -> bool:
         """Whether this rank wants to stop now; cheap enough for every step and every evaluation batch."""
         now = self._clock()
-        self._end_step(now)
-        self._last_poll = now
+        self._count(now)
+        self._since = now
         if self.reason is None and _is_first_rank() and self._may_ask():
             self.reason = self._who_asks()
         if (
@@ -110,25 +115,29 @@ class StopRequest:
         return ours
 
     def needed_seconds(self) -> float:
-        """Time that must be left before the limit to go on: a stop is carried out after the step that follows
-        it, and with a save; both take as long as the longest so far."""
-        return self._margin + 2 * self._longest["step"] + self._longest["pause"]
+        """Time that must be left before the limit to go on. A stop is seen after the step, or the pass of an
+        evaluation, in progress, and carried out after a step more, with a save; all as long as the longest so
+        far."""
+        longest = self._longest
+        return self._margin + max(longest["step"], longest["pass"]) + longest["step"] + longest["save"]
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time within it goes to loading, saving or evaluating, not to a step; the longest is remembered."""
+    def pause(self, goes_to: Timed = "save") -> Iterator[None]:
+        """Time within it goes to a save, or loading, or to passes of an evaluation, which end at each poll,
+        and not to a step; the longest is remembered."""
         before = self._clock()
-        self._end_step(before)
+        self._count(before)
+        self._timed, self._since = goes_to, before
         try:
             yield
         finally:
-            self._longest["pause"] = max(self._longest["pause"], self._clock() - before)
-            self._last_poll = None
+            self._count(self._clock())
+            self._timed = "step"
 
-    def _end_step(self, now: float) -> None:
-        if self._last_poll is not None:
-            self._longest["step"] = max(self._longest["step"], now - self._last_poll)
-        self._last_poll = None
+    def _count(self, now: float) -> None:
+        if self._since is not None:
+            self._longest[self._timed] = max(self._longest[self._timed], now - self._since)
+        self._since = None
 
     def clear_file(self) -> None:
         """Remove the stop file, once the stop is carried out; rank 0 only: others might remove the next."""

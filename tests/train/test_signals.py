@@ -66,6 +66,22 @@ def test_the_margin_is_what_the_longest_step_and_the_longest_save_have_taken(
     assert limited.poll()
 
 
+def test_of_an_evaluation_one_pass_is_kept_free_not_all(limited: StopRequest, clock: Clock) -> None:
+    limited.poll()
+    clock.now += 3.0  # a step
+    with limited.pause():
+        clock.now += 4.0  # a save
+    for seconds in (2.0, 7.0):
+        with limited.pause("pass"):
+            for _ in range(4):
+                assert not limited.poll()
+                clock.now += seconds
+        assert not limited.poll()
+        clock.now += 1.0
+        # The pass or step in progress, one step more, and the save.
+        assert limited.needed_seconds() == 10.0 + max(3.0, seconds) + 3.0 + 4.0
+
+
 def test_a_wall_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest(tmp_path, seconds_left=3600.0)
     try:
