@@ -125,7 +125,8 @@ def train_stage(
                 saver.finish()
                 raise TrainingError(verdict)
             case Verdict(action=Action.rollback):
-                saver.finish()
+                with stop.pause():  # what follows is no step
+                    saver.finish()
                 return None, Ended.sent_back
         ended, stopping = progress.tokens == plan.end_tokens, result.stop
         evaluates = ended or is_due(progress.step, run.curriculum.eval_every_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from k3train.config.schema import Cluster, Run
+from k3train.config.schema import Cluster, OnSpike, Run
+from k3train.faults import PLAN_VARIABLE, plan_from_environment
+from k3train.train.signals import StopRequest
 from tests.ranks import run_ranks
 from tests.train.runs import losses, make_run, records, train_rank, train_run
+from tests.train.test_guards import guarded_run, spike_in_step
 
 
 def _stopped_while_evaluating_and_while_saving(rank: int, run: Run) -> list[int]:
@@ -51,6 +55,35 @@ def test_a_stop_while_evaluating_or_saving_is_carried_out_there(tmp_path: Path) 
     assert [e["step"] for e in records(run, "eval")] == [0]
     assert train_run(run) == [0, 0]
     assert losses(run) == losses(golden)
+
+
+def _with_a_day_to_go_back(rank: int, run: Run) -> float:
+    """Time kept free before the limit after a run in which finding checkpoints takes a day by its clock."""
+    from k3train.train import loop
+
+    os.environ[PLAN_VARIABLE] = f"{run.dir}-plan.json"
+    plan_from_environment()
+    days, find = [0], loop.find_progress
+    made: list[StopRequest] = []
+
+    def request(*arguments, **options) -> StopRequest:
+        made.append(StopRequest(*arguments, clock=lambda: time.monotonic() + days[0] * 86_400, **options))
+        return made[0]
+
+    def a_day_later(run: Run):
+        days[0] += 1
+        return find(run)
+
+    loop.StopRequest, loop.find_progress = request, a_day_later
+    assert train_rank(rank, run) == 0
+    assert days[0] == 2
+    return made[0].needed_seconds()
+
+
+def test_the_way_back_from_a_spike_counts_as_no_step(tmp_path: Path) -> None:
+    run = guarded_run(tmp_path, every_steps=5, spike=OnSpike.rollback, rollback_steps=4)
+    Path(f"{run.dir}-plan.json").write_text(json.dumps({"faults": [spike_in_step(11)]}))
+    assert max(run_ranks(2, _with_a_day_to_go_back, run)) < 3600
 
 
 def test_slurm_s_end_of_the_job_is_kept_without_a_signal(
