@@ -25,12 +25,11 @@ from k3train.config.schema import Run
 from k3train.config.trained import CHECKPOINTS
 from k3train.curriculum.stages import StagePlan, stage_table, total_tokens
 from k3train.monitor.metrics_file import METRICS, read_records
-from k3train.monitor.record import EvalRecord, StepRecord
 
 SETTINGS = "run.yaml"
 NEEDED = {
-    StepRecord.kind: {"step": int, "stage": str, "step_seconds": float},
-    EvalRecord.kind: {"step": int, "tokens": int, "heldout": str, "context_tokens": int, "loss": float},
+    "step": {"step": int, "stage": str, "step_seconds": float},
+    "eval": {"step": int, "tokens": int, "heldout": str, "context_tokens": int, "loss": float},
 }
 """What a record must hold to be counted, by its kind."""
 
