@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,10 +54,10 @@ class _Begun:
     tokens: int
     """What the last of them has trained."""
 
-    def draws_from(self, run: Run, source: str) -> bool:
-        """Whether a stage that has begun draws from ``source``; an empty mix draws from all."""
-        mixes = [run.curriculum.stages[name].mix for name in self.stages]
-        return any(not mix or mix.get(source, 0) > 0 for mix in mixes)
+
+def draws_from(stages: Iterable[Stage], source: str) -> bool:
+    """Whether one of ``stages`` draws from ``source``; an empty mix draws from all."""
+    return any(not stage.mix or stage.mix.get(source, 0) > 0 for stage in stages)
 
 
 def compare(old: Run, new: Run, *, trained_tokens: int = 0) -> Changes:
@@ -186,7 +186,8 @@ def _broken_rule(change: Difference, old: Run, trained: _Begun) -> str:
                 empty = [stage for stage in begun if not old.curriculum.stages[stage].mix]
                 return f"the stage {empty[0]}, which has begun, draws from all sources" if empty else ""
             harmless = kind_of(change.key) is Kind.epochs and _only_a_limit(change.old, change.new)
-            return f"text of {name} has been drawn" if trained.draws_from(old, name) and not harmless else ""
+            drawn = draws_from((old.curriculum.stages[stage] for stage in begun), name)
+            return f"text of {name} has been drawn" if drawn and not harmless else ""
         case Kind.origin:
             return "training has begun from it" if begun and change.new is not None else ""
         case Kind.tunable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from k3train.config.compare import tokens_of
+from k3train.config.compare import draws_from, tokens_of
 from k3train.config.identity import covers
 from k3train.config.schema import Run
 from k3train.config.trained import Trained
@@ -46,7 +46,7 @@ def check_same_text(run: Run, trained: Mapping[str, str], now: Mapping[str, str]
 
 
 def _still_drawn(run: Run, trained: Trained) -> list[str]:
-    """Sources that a stage which is not through draws from; an empty mix draws from all."""
+    """Sources that a stage which is not through draws from."""
     done = tokens_of(trained, run)
-    mixes = [plan.stage.mix for plan in stage_table(run) if plan.end_tokens > done]
-    return [name for name in run.data.sources if any(not mix or mix.get(name, 0) > 0 for mix in mixes)]
+    stages = [plan.stage for plan in stage_table(run) if plan.end_tokens > done]
+    return [name for name in run.data.sources if draws_from(stages, name)]

@@ -12,7 +12,7 @@ from k3train.checkpoint.load import read_train_state
 from k3train.checkpoint.manifest import CheckpointError
 from k3train.config import history
 from k3train.config.build import Builder, to_plain
-from k3train.config.compare import check_whole_steps, compare, identity_problems
+from k3train.config.compare import check_whole_steps, compare, draws_from, identity_problems
 from k3train.config.problems import ConfigError
 from k3train.config.schema import Run
 from k3train.curriculum.stages import stage_table, total_tokens
@@ -116,10 +116,6 @@ def check_text(setup: StageSetup, progress: Progress, state: dict[str, Any] | No
 
 
 def _drawn(setup: StageSetup) -> dict[str, str]:
-    """Hash of the text of each source that this stage or one before draws from; an empty mix names all."""
-    mixes = [plan.stage.mix for plan in setup.table[: setup.plan.index + 1]]
-    return {
-        name: text
-        for name, text in setup.data.corpora().items()
-        if any(not mix or mix.get(name, 0) > 0 for mix in mixes)
-    }
+    """Hash of the text of each source that this stage or one before draws from."""
+    stages = [plan.stage for plan in setup.table[: setup.plan.index + 1]]
+    return {name: text for name, text in setup.data.corpora().items() if draws_from(stages, name)}
